@@ -1,0 +1,321 @@
+//! The usage file: HAMi-core's shared region of version 1.2, and our extension behind it.
+//!
+//! HAMi's part (offsets were printed by a C program compiled against HAMi-core's own header, commit 8f3a89c):
+//!
+//! | offset | size | field |
+//! | ---: | ---: | --- |
+//! | 0 | 4 | magic, 19920718 |
+//! | 4, 8 | 4, 4 | version 1 . 2 |
+//! | 12 | 4 | `sm_init_flag` |
+//! | 16 | 8 | `owner_pid` of the semaphore |
+//! | 24 | 32 | `sem_t` of glibc |
+//! | 56 | 8 | number of cards |
+//! | 64 | 16 x 96 | uuids, NUL-padded |
+//! | 1600 | 16 x 8 | memory limits in bytes, 0 = none |
+//! | 1728 | 16 x 8 | SM limits in percent |
+//! | 1856 | 1024 x 1960 | process slots |
+//! | 2,008,896 | 4 | `proc_num`, slots in use |
+//! | 2,008,900 | 4 | `utilization_switch` |
+//! | 2,008,904 | 4 | `recent_kernel` |
+//! | 2,008,908 | 4 | `priority` |
+//! | 2,008,912 | 8 | `last_kernel_time`, unix seconds |
+//! | 2,008,920 | 32 | `sem_t` `sem_postinit` |
+//! | 2,008,952 | 1 | byte that every start of HAMi's library zeroes |
+//!
+//! Ours starts at the next page, 2,011,136, and is 16 KiB long:
+//!
+//! | offset there | size | field |
+//! | ---: | ---: | --- |
+//! | 0 | 8 | magic, `MULUSAGE` |
+//! | 8 | 4 | version, 1 |
+//! | 12 | 4 | length of the extension, 16,384 |
+//! | 16 | 48 | reserved, zero |
+//! | 64 | 16,320 | zero in version 1; later releases add to it |
+//!
+//! The agent creates the file and never maps it: a tenant who truncates a mapped file kills the mapper with SIGBUS.
+
+use core::num::NonZeroU64;
+
+use crate::bytes::{array, i32_at, put, u32_at, u64_at};
+use crate::{CardUuid, CorePercent, Devices, Error, MAX_DEVICES};
+
+/// First word of the file (`MULTIPROCESS_SHARED_REGION_MAGIC_FLAG` of HAMi-core).
+pub const MAGIC: u32 = 19_920_718;
+/// Major version.
+pub const MAJOR: u32 = 1;
+/// Minor version.
+pub const MINOR: u32 = 2;
+/// Process slots.
+pub const SLOTS: usize = 1024;
+/// Size of a process slot.
+pub const SLOT_SIZE: usize = 1960;
+
+/// Offset of the first semaphore.
+pub const SEM_AT: usize = 24;
+/// Offset of the number of cards.
+pub const DEVICE_NUM_AT: usize = 56;
+/// Offset of the uuids.
+pub const UUIDS_AT: usize = 64;
+/// Size of a uuid.
+pub const UUID_SIZE: usize = 96;
+/// Offset of the memory limits.
+pub const LIMITS_AT: usize = 1600;
+/// Offset of the SM limits.
+pub const SM_LIMITS_AT: usize = 1728;
+/// Offset of the process slots; also the length of the header.
+pub const SLOTS_AT: usize = 1856;
+/// Offset of `proc_num`; also where the tail begins.
+pub const PROC_NUM_AT: usize = 2_008_896;
+/// Offset of `utilization_switch`.
+pub const UTILIZATION_SWITCH_AT: usize = 2_008_900;
+/// Offset of `recent_kernel`.
+pub const RECENT_KERNEL_AT: usize = 2_008_904;
+/// Offset of `priority`.
+pub const PRIORITY_AT: usize = 2_008_908;
+/// Offset of `last_kernel_time`.
+pub const LAST_KERNEL_TIME_AT: usize = 2_008_912;
+/// Offset of the second semaphore.
+pub const SEM_POSTINIT_AT: usize = 2_008_920;
+/// Size of HAMi's struct; its own file has one byte more.
+pub const HAMI_LEN: usize = 2_008_952;
+
+/// Offset of the extension.
+pub const EXTENSION_AT: usize = 2_011_136;
+/// Size of the extension.
+pub const EXTENSION_LEN: usize = 16 * 1024;
+/// Size of the extension's header.
+pub const EXTENSION_HEADER_LEN: usize = 64;
+/// First eight bytes of the extension.
+pub const EXTENSION_MAGIC: [u8; 8] = *b"MULUSAGE";
+/// Version of the extension.
+pub const EXTENSION_VERSION: u32 = 1;
+/// Size of the whole file.
+pub const FILE_LEN: usize = EXTENSION_AT + EXTENSION_LEN;
+
+/// Length of the header: all before the process slots.
+pub const HEADER_LEN: usize = SLOTS_AT;
+/// Length of the tail: all of HAMi's behind the process slots.
+pub const TAIL_LEN: usize = HAMI_LEN - PROC_NUM_AT;
+
+/// `utilization_switch` of a new file: follow the SM limit.
+pub const UTILIZATION_SWITCH: i32 = 1;
+/// `recent_kernel` of a new file.
+pub const RECENT_KERNEL: i32 = 2;
+/// `CUDA_TASK_PRIORITY` where the user gave none; 0 is high.
+pub const DEFAULT_PRIORITY: i32 = 1;
+
+/// `sem_t` of glibc (64-bit, since 2.21) after `sem_init(pshared = 1, value = 1)`: the value in the first word and
+/// 128 (`FUTEX_SHARED`) in the third. HAMi's library takes both semaphores where it finds the magic, so they must be
+/// free.
+const SEM_FREE: [u8; 32] = {
+    let mut sem = [0; 32];
+    sem[0] = 1;
+    sem[8] = 128;
+    sem
+};
+
+const _: () = {
+    assert!(UUIDS_AT + MAX_DEVICES * UUID_SIZE == LIMITS_AT);
+    assert!(LIMITS_AT + MAX_DEVICES * 8 == SM_LIMITS_AT && SM_LIMITS_AT + MAX_DEVICES * 8 == SLOTS_AT);
+    assert!(SLOTS_AT + SLOTS * SLOT_SIZE == PROC_NUM_AT);
+    assert!(SEM_AT + 32 == DEVICE_NUM_AT && SEM_POSTINIT_AT + 32 == HAMI_LEN);
+    assert!(LAST_KERNEL_TIME_AT + 8 == SEM_POSTINIT_AT && PRIORITY_AT + 4 == LAST_KERNEL_TIME_AT);
+    // The extension starts on a page of its own and clear of the byte that HAMi's library zeroes.
+    assert!(EXTENSION_AT.is_multiple_of(4096) && EXTENSION_AT > HAMI_LEN && EXTENSION_AT - HAMI_LEN < 4096);
+    assert!(FILE_LEN == 2_027_520);
+    // HAMi's slots hold u64 counters that are loaded without a lock.
+    assert!(SLOTS_AT.is_multiple_of(8) && SLOT_SIZE.is_multiple_of(8));
+};
+
+const WHAT: &str = "usage file";
+const WHAT_EXTENSION: &str = "usage file's extension";
+
+/// Offset of process slot `slot`, or `None` beyond the last.
+#[must_use]
+pub const fn slot_offset(slot: usize) -> Option<usize> {
+    if slot < SLOTS { Some(SLOTS_AT + SLOT_SIZE * slot) } else { None }
+}
+
+/// The limits of one card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UsageDevice {
+    /// Card or MIG instance.
+    pub uuid: CardUuid,
+    /// Memory limit in bytes. HAMi reads 0 as "no limit", so it cannot be 0.
+    pub memory_limit: NonZeroU64,
+    /// Share of the SMs.
+    pub core: CorePercent,
+}
+
+/// What a container's usage file says before its first process runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UsageSpec {
+    /// The container's cards in its own order.
+    pub devices: Devices<UsageDevice>,
+    /// `CUDA_TASK_PRIORITY`; 0 is high.
+    pub priority: i32,
+}
+
+/// The bytes of a new usage file that are not zero; all else of its [`FILE_LEN`] bytes is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    header: [u8; HEADER_LEN],
+    tail: [u8; TAIL_LEN],
+    extension: [u8; EXTENSION_HEADER_LEN],
+}
+
+impl Image {
+    /// Where to write what, in this order: the header with its magic comes last, so that a half-written file is not
+    /// taken for a whole one.
+    #[must_use]
+    pub fn writes(&self) -> [(u64, &[u8]); 3] {
+        [(EXTENSION_AT as u64, &self.extension), (PROC_NUM_AT as u64, &self.tail), (0, &self.header)]
+    }
+}
+
+/// The pieces of a new usage file.
+#[must_use]
+pub fn image(spec: &UsageSpec) -> Image {
+    let mut header = [0; HEADER_LEN];
+    put(&mut header, 0, &MAGIC.to_le_bytes());
+    put(&mut header, 4, &MAJOR.to_le_bytes());
+    put(&mut header, 8, &MINOR.to_le_bytes());
+    put(&mut header, SEM_AT, &SEM_FREE);
+    put(&mut header, DEVICE_NUM_AT, &(spec.devices.len() as u64).to_le_bytes());
+    for index in 0..MAX_DEVICES {
+        // HAMi's default where no card is.
+        put(&mut header, SM_LIMITS_AT + 8 * index, &100_u64.to_le_bytes());
+    }
+    for (index, device) in spec.devices.iter().enumerate() {
+        put(&mut header, UUIDS_AT + UUID_SIZE * index, device.uuid.as_bytes());
+        put(&mut header, LIMITS_AT + 8 * index, &device.memory_limit.get().to_le_bytes());
+        put(&mut header, SM_LIMITS_AT + 8 * index, &u64::from(device.core.get()).to_le_bytes());
+    }
+    let mut tail = [0; TAIL_LEN];
+    put(&mut tail, UTILIZATION_SWITCH_AT - PROC_NUM_AT, &UTILIZATION_SWITCH.to_le_bytes());
+    put(&mut tail, RECENT_KERNEL_AT - PROC_NUM_AT, &RECENT_KERNEL.to_le_bytes());
+    put(&mut tail, PRIORITY_AT - PROC_NUM_AT, &spec.priority.to_le_bytes());
+    put(&mut tail, SEM_POSTINIT_AT - PROC_NUM_AT, &SEM_FREE);
+    let mut extension = [0; EXTENSION_HEADER_LEN];
+    put(&mut extension, 0, &EXTENSION_MAGIC);
+    put(&mut extension, 8, &EXTENSION_VERSION.to_le_bytes());
+    put(&mut extension, 12, &EXTENSION_LEN_WORD.to_le_bytes());
+    Image { header, tail, extension }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "16 KiB")]
+const EXTENSION_LEN_WORD: u32 = EXTENSION_LEN as u32;
+
+/// What the header and tail of a v1 usage file say, checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UsageHeader {
+    /// Minor version: 1 or 2.
+    pub minor: u32,
+    /// The cards; each with the limits that the tenant's library applies.
+    pub devices: Devices<HeaderDevice>,
+    /// Process slots in use.
+    pub proc_num: usize,
+    /// `utilization_switch`.
+    pub utilization_switch: i32,
+    /// `recent_kernel`.
+    pub recent_kernel: i32,
+    /// `priority`.
+    pub priority: i32,
+    /// Unix seconds of the last launch, 0 = none.
+    pub last_kernel_time: u64,
+}
+
+/// One card as a usage file names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeaderDevice {
+    /// Card or MIG instance.
+    pub uuid: CardUuid,
+    /// Memory limit in bytes, 0 = none.
+    pub memory_limit: u64,
+    /// SM limit in percent; any number a tenant wrote.
+    pub sm_limit: u64,
+}
+
+/// Reads the header and tail of a file of `file_len` bytes that a tenant may have overwritten: `header` is what lies
+/// at offset 0, `tail` at [`PROC_NUM_AT`].
+///
+/// # Errors
+/// [`Error`] names the first field without a meaning; version 1.1 and 1.2 are known.
+pub fn read_header(file_len: u64, header: &[u8], tail: &[u8]) -> Result<UsageHeader, Error> {
+    let short =
+        |need: usize, found: usize| Error::TooShort { what: WHAT, need: need as u64, found: found as u64 };
+    if file_len < HAMI_LEN as u64 {
+        return Err(Error::TooShort { what: WHAT, need: HAMI_LEN as u64, found: file_len });
+    }
+    let header = header.first_chunk::<HEADER_LEN>().ok_or(short(HEADER_LEN, header.len()))?;
+    let tail = tail.first_chunk::<TAIL_LEN>().ok_or(short(TAIL_LEN, tail.len()))?;
+    let field32 = |at: usize| u32_at(header, at).ok_or(short(at + 4, HEADER_LEN));
+    let field64 = |at: usize| u64_at(header, at).ok_or(short(at + 8, HEADER_LEN));
+    let tail32 = |at: usize| i32_at(tail, at - PROC_NUM_AT).ok_or(short(at + 4, HAMI_LEN));
+
+    let magic = field32(0)?;
+    if magic != MAGIC {
+        return Err(Error::Magic { what: WHAT, found: magic.into() });
+    }
+    let (major, minor) = (field32(4)?, field32(8)?);
+    if major != MAJOR {
+        return Err(Error::Version { what: WHAT, found: major, known: MAJOR });
+    }
+    if !(1..=MINOR).contains(&minor) {
+        return Err(Error::Unknown { field: "minor version of the usage file", found: minor });
+    }
+    let count = field64(DEVICE_NUM_AT)?;
+    let known = usize::try_from(count)
+        .ok()
+        .filter(|n| *n <= MAX_DEVICES)
+        .ok_or(Error::TooManyDevices { found: count })?;
+    let mut devices = Devices::new();
+    for index in 0..known {
+        let uuid =
+            array::<UUID_SIZE>(header, UUIDS_AT + UUID_SIZE * index).ok_or(short(HEADER_LEN, HEADER_LEN))?;
+        devices.push(HeaderDevice {
+            uuid: CardUuid::from_field(&uuid, index)?,
+            memory_limit: field64(LIMITS_AT + 8 * index)?,
+            sm_limit: field64(SM_LIMITS_AT + 8 * index)?,
+        })?;
+    }
+    let proc_num = tail32(PROC_NUM_AT)?;
+    Ok(UsageHeader {
+        minor,
+        devices,
+        proc_num: usize::try_from(proc_num)
+            .ok()
+            .filter(|n| *n <= SLOTS)
+            .ok_or(Error::TooManySlots { found: proc_num })?,
+        utilization_switch: tail32(UTILIZATION_SWITCH_AT)?,
+        recent_kernel: tail32(RECENT_KERNEL_AT)?,
+        priority: tail32(PRIORITY_AT)?,
+        last_kernel_time: u64_at(tail, LAST_KERNEL_TIME_AT - PROC_NUM_AT).ok_or(short(HAMI_LEN, HAMI_LEN))?,
+    })
+}
+
+/// Checks the extension's header: `bytes` is what lies at [`EXTENSION_AT`].
+///
+/// # Errors
+/// [`Error`] names the first field that is not as [`image`] writes it.
+pub fn check_extension(bytes: &[u8]) -> Result<(), Error> {
+    let short = Error::TooShort {
+        what: WHAT_EXTENSION,
+        need: EXTENSION_HEADER_LEN as u64,
+        found: bytes.len() as u64,
+    };
+    let bytes = bytes.first_chunk::<EXTENSION_HEADER_LEN>().ok_or(short)?;
+    let magic = array::<8>(bytes, 0).ok_or(short)?;
+    if magic != EXTENSION_MAGIC {
+        return Err(Error::Magic { what: WHAT_EXTENSION, found: u64::from_le_bytes(magic) });
+    }
+    let version = u32_at(bytes, 8).ok_or(short)?;
+    if version != EXTENSION_VERSION {
+        return Err(Error::Version { what: WHAT_EXTENSION, found: version, known: EXTENSION_VERSION });
+    }
+    let length = u32_at(bytes, 12).ok_or(short)?;
+    if length != EXTENSION_LEN_WORD {
+        return Err(Error::Length { what: WHAT_EXTENSION, found: length, known: EXTENSION_LEN_WORD });
+    }
+    Ok(())
+}
