@@ -1,6 +1,8 @@
 //! The bytes of a control page and a usage file, pinned. A change of these files is a change of the contract with
 //! running containers. `UPDATE_GOLDEN=1 cargo test -p mullion-region` rewrites them.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::fmt::Write as _;
 use std::num::NonZeroU64;
 use std::path::Path;

@@ -1,5 +1,7 @@
 //! What is written can be read, and what a tenant wrote cannot hurt.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::num::{NonZeroU32, NonZeroU64};
 
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
