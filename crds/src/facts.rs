@@ -1,0 +1,148 @@
+//! Objects to facts: the one translation that controller and agent share.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Node;
+use kube::ResourceExt;
+use mullion_core::facts::{
+    AllocationFact, CardFact, CardMode, ContainerGrant, ContainerKind, DeviceGrant, KubeNodeFact, NodeFact,
+    PodRef,
+};
+use mullion_core::units::{CoreShare, Mib};
+
+use crate::gpunode::{Card, CardWish, GPUNode, HealthState, Mode};
+use crate::vgpuallocation::{Kind, VGPUAllocation};
+
+/// Slots of a shared card when the admin wishes nothing else.
+pub const DEFAULT_SPLIT_COUNT: u32 = 10;
+
+/// The wishes that hold for a card: by uuid, else by model, else the node's; field by field.
+#[must_use]
+pub fn wish_for(node: &GPUNode, uuid: &str, model: &str) -> CardWish {
+    let by_uuid = node.spec.cards.iter().find(|c| c.uuid.as_deref() == Some(uuid));
+    let by_model = node.spec.cards.iter().find(|c| c.uuid.is_none() && c.model.as_deref() == Some(model));
+    let layers = [by_uuid.map(|c| &c.wish), by_model.map(|c| &c.wish), Some(&node.spec.all)];
+    let layers: Vec<&CardWish> = layers.into_iter().flatten().collect();
+    CardWish {
+        mode: layers.iter().find_map(|w| w.mode),
+        split_count: layers.iter().find_map(|w| w.split_count),
+        memory_scaling: layers.iter().find_map(|w| w.memory_scaling),
+        core_scaling: layers.iter().find_map(|w| w.core_scaling),
+        cordon: layers.iter().find_map(|w| w.cordon),
+    }
+}
+
+fn card(node: &GPUNode, card: &Card) -> CardFact {
+    let wish = wish_for(node, &card.uuid, &card.model);
+    let mode = match (wish.mode.unwrap_or_default(), card.mig.as_ref().is_some_and(|m| m.current)) {
+        // A card whose MIG mode is on cannot run shared contexts, whatever is wished.
+        (Mode::Mig, _) | (_, true) => CardMode::Mig,
+        (Mode::Exclusive, false) => CardMode::Exclusive,
+        (Mode::Shared, false) => CardMode::Shared,
+    };
+    let memory = u64::try_from(card.memory_mib).unwrap_or(0);
+    CardFact {
+        uuid: card.uuid.as_str().into(),
+        index: card.index,
+        model: card.model.clone(),
+        memory: Mib(memory.saturating_mul(u64::from(wish.memory_scaling.unwrap_or(100))) / 100),
+        cores: wish.core_scaling.unwrap_or(100),
+        slots: if mode == CardMode::Exclusive { 1 } else { wish.split_count.unwrap_or(DEFAULT_SPLIT_COUNT) },
+        numa_node: card.numa_node,
+        healthy: card.health.state == HealthState::Healthy,
+        cordoned: wish.cordon.unwrap_or(false),
+        mode,
+    }
+}
+
+/// A `GPUNode` as a fact; `None` while its agent has not reported yet.
+#[must_use]
+pub fn node(object: &GPUNode) -> Option<NodeFact> {
+    let status = object.status.as_ref()?;
+    let driver_ready = status.conditions.iter().any(|c| c.type_ == "DriverReady" && c.status == "True");
+    Some(NodeFact {
+        name: object.name_any().into(),
+        node_uid: status.node_uid.as_str().into(),
+        observation: u64::try_from(status.observation).unwrap_or(0),
+        cordoned: status.closed || object.spec.all.cordon.unwrap_or(false),
+        driver_ready,
+        cards: status.cards.iter().map(|c| card(object, c)).collect(),
+    })
+}
+
+/// A Node as a fact. `count` is the name of the count resource.
+#[must_use]
+pub fn kube_node(object: &Node, count: &str) -> KubeNodeFact {
+    let allocatable = object.status.as_ref().and_then(|s| s.allocatable.as_ref());
+    let slots = allocatable.and_then(|a| a.get(count)).and_then(|q| q.0.parse().ok());
+    KubeNodeFact {
+        name: object.name_any().into(),
+        uid: object.uid().unwrap_or_default().into(),
+        allocatable_slots: slots.unwrap_or(0),
+    }
+}
+
+impl From<Kind> for ContainerKind {
+    fn from(kind: Kind) -> Self {
+        match kind {
+            Kind::Init => Self::Init,
+            Kind::Sidecar => Self::Sidecar,
+            Kind::App => Self::App,
+        }
+    }
+}
+
+impl From<ContainerKind> for Kind {
+    fn from(kind: ContainerKind) -> Self {
+        match kind {
+            ContainerKind::Init => Self::Init,
+            ContainerKind::Sidecar => Self::Sidecar,
+            ContainerKind::App => Self::App,
+        }
+    }
+}
+
+/// A `VGPUAllocation` as a fact.
+#[must_use]
+pub fn allocation(object: &VGPUAllocation) -> AllocationFact {
+    let conditions: BTreeMap<&str, bool> = object
+        .status
+        .iter()
+        .flat_map(|s| &s.conditions)
+        .map(|c| (c.type_.as_str(), c.status == "True"))
+        .collect();
+    let is = |name: &str| conditions.get(name).copied().unwrap_or(false);
+    let spec = &object.spec;
+    AllocationFact {
+        uid: object.uid().unwrap_or_default().into(),
+        name: object.name_any(),
+        pod: PodRef {
+            namespace: object.namespace().unwrap_or_default(),
+            name: spec.pod.name.clone(),
+            uid: spec.pod.uid.as_str().into(),
+        },
+        node: spec.node_name.as_str().into(),
+        sequence: u64::try_from(spec.sequence).unwrap_or(0),
+        created: object.creation_timestamp().map_or(0, |t| t.0.as_second()),
+        containers: spec
+            .containers
+            .iter()
+            .map(|c| ContainerGrant {
+                name: c.name.clone(),
+                kind: c.kind.into(),
+                devices: c
+                    .devices
+                    .iter()
+                    .map(|d| DeviceGrant {
+                        uuid: d.uuid.as_str().into(),
+                        memory: Mib(u64::try_from(d.memory_mib).unwrap_or(0)),
+                        cores: u8::try_from(d.core_percent).ok().and_then(CoreShare::new).unwrap_or_default(),
+                    })
+                    .collect(),
+            })
+            .collect(),
+        prepared: is("Prepared"),
+        init_done: is("InitDone"),
+        released: is("Released"),
+    }
+}

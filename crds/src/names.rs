@@ -1,0 +1,18 @@
+//! Names that more than one program uses. Each is part of the public contract: never change one.
+
+/// API group of the three kinds.
+pub const GROUP: &str = "mullion.io";
+/// Namespace of an installation.
+pub const NAMESPACE: &str = "mullion-system";
+/// Scheduler name that pods with our resources get.
+pub const SCHEDULER: &str = "mullion-scheduler";
+/// Finalizer of a `VGPUAllocation`: removed by whoever proved the release.
+pub const FINALIZER: &str = "mullion.io/release";
+/// Field manager of the controller's writes.
+pub const CONTROLLER_MANAGER: &str = "mullion-controller";
+/// Field manager of the agents' writes.
+pub const AGENT_MANAGER: &str = "mullion-nodeagent";
+/// Annotation that the controller changes to wake a waiting pod; nobody reads its value.
+pub const POKE_ANNOTATION: &str = "mullion.io/poke";
+/// Kind of the CDI devices that containers are granted.
+pub const GRANT_KIND: &str = "mullion.io/grant";
