@@ -1,0 +1,34 @@
+# Every target is a short name for a script that can be read and run by itself.
+.DEFAULT_GOAL := help
+SHELL := bash
+CACHE = $${MULLION_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/mullion}
+CARGO = export CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-$(CACHE)/target}"; cargo
+
+.PHONY: help test lint fmt crds demo soak bench clean-lab
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: ## Everything: set-up, format, lints, licences, unit, property and end-to-end tests
+	@tests/run
+
+lint: ## Format, clippy, licences, generated files
+	@tests/run setup fmt licences clippy generated
+
+fmt: ## Format the code
+	@cargo fmt --all
+
+crds: ## Write crds/*.yaml anew from the Rust types
+	@$(CARGO) run --quiet --locked -p mullion-crds --bin crdgen -- crds
+
+demo: ## A cluster, Mullion and a GPU pod on this machine (KEEP=1 leaves it up)
+	@KEEP=$(KEEP) tests/demo
+
+soak: ## The end-to-end tests with all rounds of kill storms and outages (hours)
+	@MULLION_SOAK=1 tests/run setup parts e2e
+
+bench: ## The figures of docs/benchmarks.md
+	@tests/bench/run
+
+clean-lab: ## End a lab that was left up
+	@tests/lab/lab down
