@@ -4,8 +4,8 @@
 //! the pod. So its UID *is* the trace id, and every span of it that has no parent of its own hangs under the
 //! same virtual root span, whose id is derived from the UID as well and which nobody ever sends.
 //!
-//! The webhook is the exception: the API server gives a pod its UID only after admission (`rest.Create` fills
-//! the system fields in the store, behind the mutating webhooks). Its span therefore lives in a trace of its
+//! The webhook is the exception: the API server gives a pod its UID only after admission (the registry's store
+//! fills the system fields, behind the mutating webhooks). Its span therefore lives in a trace of its
 //! own, derived from the AdmissionReview's UID, and the webhook leaves an [`AdmissionStamp`] on the pod in the
 //! annotation [`ADMISSION_ANNOTATION`]. Whoever binds the pod reads it and calls [`record_admission`], which
 //! repeats the webhook's span inside the pod's trace. The stamp is a correlation id and no state: nothing is
@@ -29,7 +29,8 @@ use uuid::Uuid;
 
 use crate::export::Tracer;
 
-/// Where the webhook leaves its [`AdmissionStamp`] on the pod.
+/// Where the webhook leaves its [`AdmissionStamp`] on the pod. It overwrites what stands there: a user cannot
+/// know a stamp, and on reinvocation the last call counts.
 pub const ADMISSION_ANNOTATION: &str = "mullion.io/admission-trace";
 
 /// The trace a span was put into, kept with the span for the log formats.
