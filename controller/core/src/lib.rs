@@ -11,5 +11,11 @@
 //! - [`score`]: which node is better
 //! - [`refusal`]: why not, as a value
 
+mod charge;
 pub mod facts;
+pub mod ledger;
+pub mod placement;
+pub mod refusal;
+pub mod request;
+pub mod score;
 pub mod units;
