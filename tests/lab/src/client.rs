@@ -1,0 +1,182 @@
+//! What the commands other than `up` do: they talk to the running lab.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::socket::{getsockopt, sockopt};
+
+use crate::layout::{self, Plan, RUN};
+use crate::part::Fault;
+use crate::supervisor::{LabStatus, Reply, Request};
+
+fn connect() -> Result<UnixStream> {
+    UnixStream::connect(layout::control_socket()).context("no lab is running: start one with `lab up`")
+}
+
+/// The supervisor's process id as this process sees it: 1 inside the lab.
+pub fn supervisor_pid() -> Result<i32> {
+    let peer = getsockopt(&connect()?, sockopt::PeerCredentials)
+        .context("cannot ask who serves the control socket")?;
+    Ok(peer.pid())
+}
+
+fn ask(request: &Request) -> Result<Reply> {
+    let mut stream = connect()?;
+    writeln!(stream, "{}", serde_json::to_string(request)?)?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    match serde_json::from_str(&line).context("the supervisor ended before it answered")? {
+        Reply::Failed(why) => bail!(why),
+        reply => Ok(reply),
+    }
+}
+
+fn status() -> Result<LabStatus> {
+    match ask(&Request::Status)? {
+        Reply::Status(status) => Ok(*status),
+        other => bail!("unexpected answer of the supervisor: {other:?}"),
+    }
+}
+
+/// `lab up`: starts the reaper, relays progress until the lab is ready, and then lets go of it.
+pub fn up(plan: &Plan) -> Result<()> {
+    let mut reaper = Command::new("setsid")
+        .arg(std::env::current_exe().context("cannot find this program")?)
+        .arg("reap")
+        .arg(serde_json::to_string(plan)?)
+        .current_dir("/")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .context("cannot start setsid (package util-linux)")?;
+    // Closing it before `keep` is written takes the lab down: that is what our death does.
+    let mut leash = reaper.stdin.take().context("no pipe to the reaper")?;
+    let progress = reaper.stdout.take().context("no pipe from the reaper")?;
+    let mut complaint = Vec::new();
+    for line in BufReader::new(progress).lines() {
+        let line = line?;
+        match line.split_at_checked(2) {
+            Some((". ", _)) => {
+                writeln!(leash, "keep").context("the lab's reaper is gone")?;
+                return Ok(());
+            }
+            Some(("! ", text)) => complaint.push(text.to_owned()),
+            Some(("= ", text)) => eprintln!("lab: {text}"),
+            _ => eprintln!("lab: {line}"),
+        }
+    }
+    drop(leash);
+    let _ = reaper.wait();
+    if complaint.is_empty() {
+        complaint.push("the lab ended while it was coming up".to_owned());
+    }
+    bail!(complaint.join("\n"))
+}
+
+/// `lab enter`: becomes `command` inside the lab, or inside one of its nodes.
+pub fn enter(node: Option<&str>, source: &std::path::Path, command: &[OsString]) -> Result<()> {
+    let supervisor = supervisor_pid()?;
+    let status = status()?;
+    let here = std::env::current_dir().context("no working directory")?;
+    let mut enter = Command::new("nsenter");
+    enter.arg(format!("--target={supervisor}")).args(["--mount", "--net", "--pid", "--ipc"]);
+    enter.arg(format!("--wdns={}", here.display())).arg("--");
+    if let Some(node) = node {
+        let names = status.holders.keys().cloned().collect::<Vec<_>>().join(", ");
+        let holder =
+            status.holders.get(node).with_context(|| format!("no node {node:?}: there are {names}"))?;
+        enter.args(["nsenter", &format!("--target={holder}"), "--mount", "--net"]);
+        enter.arg(format!("--wdns={}", here.display())).arg("--");
+    }
+    let path = std::env::var("PATH").unwrap_or_default();
+    enter.env(
+        "PATH",
+        format!("{}:{}:{path}", status.plan.parts.display(), source.join("tests/lab").display()),
+    );
+    enter.env("KUBECONFIG", layout::admin_kubeconfig()).env("MULLION_LAB_RUN", RUN);
+    enter.args(command);
+    Err(enter.exec()).context("cannot start nsenter (package util-linux)")
+}
+
+/// `lab fault`.
+pub fn fault(part: &str, fault: Fault) -> Result<()> {
+    match ask(&Request::Fault { part: part.to_owned(), fault })? {
+        Reply::Done(done) => println!("{done}"),
+        other => bail!("unexpected answer of the supervisor: {other:?}"),
+    }
+    Ok(())
+}
+
+/// `lab status`.
+pub fn print_status(json: bool) -> Result<()> {
+    let pid = supervisor_pid()?;
+    let status = status()?;
+    if json {
+        let mut value = serde_json::to_value(&status)?;
+        value["supervisor"] = pid.into();
+        value["kubeconfig"] = serde_json::to_value(layout::admin_kubeconfig())?;
+        value["auditLog"] = serde_json::to_value(layout::audit_log())?;
+        println!("{}", serde_json::to_string_pretty(&value)?);
+        return Ok(());
+    }
+    println!("supervisor  {pid}{}", if status.ready { "" } else { " (still coming up)" });
+    println!("kubeconfig  {}", layout::admin_kubeconfig().display());
+    println!("audit log   {}", layout::audit_log().display());
+    println!("logs        {}", layout::run("logs").display());
+    for node in &status.plan.nodes {
+        println!(
+            "node        {} {} pods {} cards {}",
+            node.name,
+            node.address(),
+            node.pod_cidr(),
+            node.cards
+        );
+    }
+    if status.plan.mullion {
+        for index in 0..status.plan.controllers {
+            println!(
+                "controller  {} {}",
+                layout::numbered("controller", index),
+                layout::controller_address(index)
+            );
+        }
+    }
+    println!("{:<24} {:>8} {:>7} STATE", "PART", "PID", "STARTS");
+    for part in &status.parts {
+        println!("{:<24} {:>8} {:>7} {}", part.name, part.pid, part.starts, part.state);
+    }
+    Ok(())
+}
+
+/// `lab logs`.
+pub fn logs(part: &str, follow: bool) -> Result<()> {
+    let log = layout::log(part);
+    if !log.exists() {
+        connect()?;
+        let parts = status()?.parts;
+        let names: Vec<_> = parts.iter().map(|part| part.name.as_str()).collect();
+        bail!("no log of {part:?}: the parts are supervisor, {}", names.join(", "));
+    }
+    let mut show = Command::new(if follow { "tail" } else { "cat" });
+    if follow {
+        show.args(["-n", "50", "-F"]);
+    }
+    Err(show.arg(log).exec()).context("cannot show the log")
+}
+
+/// `lab fake`: changes the state of a node's fake driver.
+pub fn fake(node: &str, words: &[String]) -> Result<()> {
+    let at = layout::fake_state(node);
+    if !at.exists() {
+        let names: Vec<_> = status()?.plan.nodes.into_iter().map(|node| node.name).collect();
+        bail!("no node {node:?} with a fake driver: there are {}", names.join(", "));
+    }
+    let store = fake_state::Store::open(at)?;
+    println!("{}", fake_state::verb::apply(&store, words)?.trim_end());
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! Where the lab keeps things, and its addresses.
+//!
+//! One lab per machine: the folder is also the lock (see `reap`). What must be seen from outside (sockets, logs,
+//! kubeconfigs, fake driver states) lies on the machine's own filesystem; what containers and etcd write lies in
+//! tmpfs mounts that exist only inside the lab.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// The lab's folder.
+pub const RUN: &str = "/run/mullion-lab";
+/// The API server's address, on the bridge that joins nodes and controllers.
+pub const API_ADDRESS: &str = "10.97.0.1";
+/// Where a kubeconfig points.
+pub const API_URL: &str = "https://10.97.0.1:6443";
+/// Host name under which the API server calls the webhook; no kube-proxy, so `/etc/hosts` resolves it.
+pub const WEBHOOK_HOST: &str = "mullion-webhook.mullion-system.svc";
+/// Parent of every pod's cgroup, in each hierarchy.
+pub const CGROUP: &str = "lab";
+/// Most nodes with a kubelet: their addresses are 10.97.0.11 and up.
+pub const MAX_NODES: usize = 60;
+/// Most controllers: their addresses are 10.97.0.101 and up.
+pub const MAX_CONTROLLERS: usize = 20;
+
+/// What `lab up` was asked for, passed down to the supervisor.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Plan {
+    /// Nodes with a kubelet, in order.
+    pub nodes: Vec<NodePlan>,
+    /// How many nodes without a kubelet.
+    pub fake_nodes: usize,
+    /// Whether Mullion's own parts run.
+    pub mullion: bool,
+    /// How many controller and scheduler pairs.
+    pub controllers: usize,
+    /// Folder of the cluster's programs.
+    pub parts: PathBuf,
+    /// Folder of Mullion's programs.
+    pub bin: PathBuf,
+    /// Root of the repository.
+    pub source: PathBuf,
+}
+
+/// One node with a kubelet.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct NodePlan {
+    /// Its name in the cluster.
+    pub name: String,
+    /// Card profile of its fake driver, as `fake_state::profile` names them.
+    pub cards: String,
+    /// Place in the list, which decides its addresses.
+    pub index: usize,
+}
+
+impl NodePlan {
+    /// Address of the kubelet.
+    pub fn address(&self) -> String {
+        format!("10.97.0.{}", 11 + self.index)
+    }
+
+    /// Subnet of its pods.
+    pub fn pod_cidr(&self) -> String {
+        format!("10.98.{}.0/24", 11 + self.index)
+    }
+
+    /// The node's files, in a tmpfs that exists only inside the lab.
+    pub fn dir(&self) -> PathBuf {
+        Path::new(RUN).join("nodes").join(&self.name)
+    }
+
+    /// State file of the node's fake driver, seen from inside and outside.
+    pub fn fake_state(&self) -> PathBuf {
+        fake_state(&self.name)
+    }
+
+    /// Name of the lab's end of the node's network cable.
+    pub fn link(&self) -> String {
+        format!("lab-n{}", self.index)
+    }
+}
+
+/// Address of the `index`-th controller.
+pub fn controller_address(index: usize) -> String {
+    format!("10.97.0.{}", 101 + index)
+}
+
+/// `controller`, `controller-2`, …
+pub fn numbered(name: &str, index: usize) -> String {
+    if index == 0 { name.to_owned() } else { format!("{name}-{}", index + 1) }
+}
+
+/// State file of the fake driver of `node`.
+pub fn fake_state(node: &str) -> PathBuf {
+    run("fake").join(node).join("state.json")
+}
+
+/// A path in the lab's folder.
+pub fn run(name: &str) -> PathBuf {
+    Path::new(RUN).join(name)
+}
+
+/// The supervisor's control socket.
+pub fn control_socket() -> PathBuf {
+    run("control.sock")
+}
+
+/// Log of a part.
+pub fn log(part: &str) -> PathBuf {
+    run("logs").join(format!("{part}.log"))
+}
+
+/// The API server's audit log, one JSON object per line.
+pub fn audit_log() -> PathBuf {
+    run("logs").join("apiserver-audit.jsonl")
+}
+
+/// Kubeconfig of the cluster's administrator.
+pub fn admin_kubeconfig() -> PathBuf {
+    run("admin.kubeconfig")
+}

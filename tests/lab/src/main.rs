@@ -1,0 +1,205 @@
+//! The lab: a real Kubernetes cluster in namespaces of one machine, with fake NVIDIA drivers and Mullion on it.
+//! How to use it and what runs where: `README.md` beside this crate.
+
+mod api;
+mod archive;
+mod bringup;
+mod cards;
+mod cgroup;
+mod children;
+mod client;
+mod control_plane;
+mod fakes;
+mod images;
+mod layout;
+mod mounts;
+mod network;
+mod node;
+mod part;
+mod pki;
+mod reap;
+mod supervisor;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, Result, bail};
+use clap::{Parser, Subcommand};
+
+use crate::layout::{MAX_CONTROLLERS, NodePlan, Plan};
+use crate::part::Fault;
+
+/// A real Kubernetes cluster on one machine, with fake NVIDIA drivers.
+#[derive(Debug, Parser)]
+#[command(name = "lab")]
+struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Start a lab; returns when it is ready, or takes everything down again.
+    Up(Up),
+    /// Run a command inside the lab, with KUBECONFIG set and kubectl on PATH.
+    Enter {
+        /// In the mount and network namespace of this node.
+        #[arg(long)]
+        node: Option<String>,
+        /// The command.
+        #[arg(last = true, required = true)]
+        command: Vec<OsString>,
+    },
+    /// Drive the fake driver of a node.
+    Fake {
+        /// The node.
+        node: String,
+        /// xid CARD CODE | remove CARD | restore CARD | error CALL NVML_CODE N | latency CALL MS | process CARD PID MIB [SM%] | show
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
+    /// Kill, stop, continue or restart a part.
+    Fault {
+        /// The part, as `lab status` names it.
+        part: String,
+        /// What to do.
+        fault: Fault,
+    },
+    /// Show what runs.
+    Status {
+        /// As JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print the log of a part.
+    Logs {
+        /// The part, as `lab status` names it.
+        part: String,
+        /// Keep printing what comes.
+        #[arg(long, short)]
+        follow: bool,
+    },
+    /// End the lab and remove everything of it; copies the logs to $MULLION_LAB_LOGS first if that is set.
+    Down,
+    #[command(hide = true)]
+    Reap { plan: String },
+    #[command(hide = true)]
+    Supervise { plan: String },
+    #[command(hide = true)]
+    HoldNode { node: String },
+    #[command(hide = true)]
+    HoldNetwork,
+}
+
+#[derive(Debug, clap::Args)]
+struct Up {
+    /// Nodes with a kubelet, named node-a, node-b, …
+    #[arg(long, default_value_t = 2)]
+    nodes: usize,
+    /// Further nodes without a kubelet, named fake-0001 and up, for scale.
+    #[arg(long, default_value_t = 0)]
+    fake_nodes: usize,
+    /// Cards per node: NODE=PROFILE,… or one PROFILE for all [default: node-a=h100x4,node-b=a100x2].
+    #[arg(long)]
+    cards: Option<String>,
+    /// The bare cluster, without Mullion.
+    #[arg(long)]
+    no_mullion: bool,
+    /// How many controller and scheduler pairs.
+    #[arg(long, default_value_t = 1)]
+    controllers: usize,
+    /// Folder of Mullion's programs [default: $CARGO_TARGET_DIR/debug, else target/debug].
+    #[arg(long, env = "MULLION_BIN_DIR")]
+    bin_dir: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    match run(Args::parse().verb) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("lab: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(verb: Verb) -> Result<()> {
+    match verb {
+        Verb::Up(up) => client::up(&plan(&up)?),
+        Verb::Enter { node, command } => client::enter(node.as_deref(), &source()?, &command),
+        Verb::Fake { node, words } => client::fake(&node, &words),
+        Verb::Fault { part, fault } => client::fault(&part, fault),
+        Verb::Status { json } => client::print_status(json),
+        Verb::Logs { part, follow } => client::logs(&part, follow),
+        Verb::Down => reap::down(),
+        Verb::Reap { plan } => reap::run(&plan),
+        Verb::Supervise { plan } => {
+            supervisor::run(serde_json::from_str(&plan).context("the plan is malformed")?)
+        }
+        Verb::HoldNode { node } => hold(|| {
+            let node: NodePlan = serde_json::from_str(&node)?;
+            mounts::enter_node(&node)?;
+            network::forward()
+        }),
+        Verb::HoldNetwork => hold(|| Ok(())),
+    }
+}
+
+/// Prepares namespaces, says so, and stays for their sake.
+fn hold(prepare: impl FnOnce() -> Result<()>) -> Result<()> {
+    if let Err(error) = prepare() {
+        println!("{error:#}");
+        return Err(error);
+    }
+    println!("ready");
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Root of the repository: the wrapper script says, else where this crate was built.
+fn source() -> Result<PathBuf> {
+    let here = std::env::var_os("MULLION_LAB_SOURCE").map(PathBuf::from);
+    let root = here.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."));
+    root.canonicalize()
+        .with_context(|| format!("no repository at {}: set MULLION_LAB_SOURCE", root.display()))
+}
+
+fn plan(up: &Up) -> Result<Plan> {
+    if up.controllers == 0 || up.controllers > MAX_CONTROLLERS {
+        bail!("--controllers {}: give 1 to {MAX_CONTROLLERS}, or --no-mullion", up.controllers);
+    }
+    let nodes = cards::plan(up.nodes, up.cards.as_deref())?;
+    if reap::is_locked() {
+        bail!("a lab is running already: use it, or end it with `lab down`");
+    }
+    let source = source()?;
+    let bin = match &up.bin_dir {
+        Some(dir) => dir.clone(),
+        None => std::env::var_os("CARGO_TARGET_DIR")
+            .map_or_else(|| source.join("target"), PathBuf::from)
+            .join("debug"),
+    };
+    let bin = std::path::absolute(&bin).context("no working directory")?;
+    Ok(Plan {
+        nodes,
+        fake_nodes: up.fake_nodes,
+        mullion: !up.no_mullion,
+        controllers: up.controllers,
+        parts: parts(&source)?,
+        bin,
+        source,
+    })
+}
+
+/// Builds the cluster's programs, or finds them built.
+fn parts(source: &Path) -> Result<PathBuf> {
+    let script = source.join("tests/lab/parts/build");
+    let output = Command::new(&script).stderr(Stdio::inherit()).output();
+    let output = output.with_context(|| format!("cannot run {}", script.display()))?;
+    if !output.status.success() {
+        bail!("{} failed ({}): what it printed says why", script.display(), output.status);
+    }
+    Ok(PathBuf::from(String::from_utf8(output.stdout)?.trim()))
+}
