@@ -1,12 +1,12 @@
 //! `GPUNode`: one per node, named like it. Admins write `spec`, the node's agent alone writes `status`.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
-use kube::CustomResource;
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Wishes of the admin for this node's cards.
-#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "mullion.io",
     version = "v1alpha1",
@@ -16,7 +16,24 @@ use serde::{Deserialize, Serialize};
     category = "mullion",
     status = "GPUNodeStatus",
     derive = "Default",
-    derive = "PartialEq"
+    derive = "PartialEq",
+    doc = "One node's cards: the admin's wishes in spec, what the node's agent found in status. Named like its node.",
+    printcolumn(
+        name = "GPUS",
+        type_ = "string",
+        json_path = ".status.summary.gpus",
+        description = "Usable cards of all cards"
+    ),
+    printcolumn(
+        name = "FREE-MEM",
+        type_ = "string",
+        json_path = ".status.summary.freeMemory",
+        description = "Memory that can still be granted, of all that can"
+    ),
+    printcolumn(name = "MIG", type_ = "string", json_path = ".status.summary.mig"),
+    printcolumn(name = "LAYOUT", type_ = "string", json_path = ".status.summary.layout"),
+    printcolumn(name = "HEALTH", type_ = "string", json_path = ".status.summary.health"),
+    printcolumn(name = "AGE", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]
 pub struct GPUNodeSpec {
@@ -25,6 +42,11 @@ pub struct GPUNodeSpec {
     pub all: CardWish,
     /// Wishes for single cards, by uuid or by model; an entry with a uuid wins over one with a model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(validation = Rule::new(
+        "self.all(c, self.exists_one(d, has(d.uuid) == has(c.uuid) && \
+         (has(c.uuid) ? d.uuid == c.uuid : (has(d.model) && has(c.model) && d.model == c.model))))"
+    ).message("each uuid and each model may appear once: join its wishes in one entry"))]
     pub cards: Vec<CardWishFor>,
 }
 
@@ -37,12 +59,15 @@ pub struct CardWish {
     pub mode: Option<Mode>,
     /// How many containers may share the card, 1 to 128. Default 10.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 128))]
     pub split_count: Option<u32>,
     /// Memory that may be granted, in percent of the physical memory, 100 to 1000. Default 100.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 100, max = 1000))]
     pub memory_scaling: Option<u32>,
     /// Compute that may be granted, in percent of the card, 100 to 1000. Default 100.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 100, max = 1000))]
     pub core_scaling: Option<u32>,
     /// True: nothing new is placed on the card.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,14 +75,19 @@ pub struct CardWish {
 }
 
 /// Wishes for the cards that it names.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[x_kube(validation = Rule::new("has(self.uuid) != has(self.model)").message(
+    "exactly one of uuid and model must be given"
+))]
 #[serde(rename_all = "camelCase")]
 pub struct CardWishFor {
     /// Uuid of the card, exactly as NVML reports it. Exactly one of `uuid` and `model` is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 40), regex(pattern = "^GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"))]
     pub uuid: Option<String>,
     /// Product name, exactly as NVML reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 96))]
     pub model: Option<String>,
     /// The wishes.
     #[serde(flatten)]
@@ -78,7 +108,7 @@ pub enum Mode {
 }
 
 /// What the node's agent found. It alone writes this.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GPUNodeStatus {
     /// Uid of the Node object that the agent runs under: the cards belong to that machine and no other.
@@ -107,6 +137,8 @@ pub struct GPUNodeStatus {
     pub mig_tables: Vec<MigTable>,
     /// `DriverReady`, `PluginRegistered`, `CDISpecFound`, `TopologyAligned`, `ResourceConflict`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
     /// Sums for the printer columns, derived from the rest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -123,6 +155,9 @@ pub struct Summary {
     pub free_memory: String,
     /// MIG mode over the cards, such as `off` or `2/4 on`.
     pub mig: String,
+    /// MIG instances over the cards, such as `6x1g.10gb,1x3g.40gb`; `-` without any.
+    #[serde(default)]
+    pub layout: String,
     /// `Healthy`, or what is wrong, such as `1 unhealthy (XID 79)`.
     pub health: String,
 }

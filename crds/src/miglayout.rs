@@ -4,12 +4,15 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
-use kube::CustomResource;
+use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Wanted instances on the selected cards.
-#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[x_kube(validation = Rule::new("(self.strategy == 'Dynamic') == has(self.dynamic)").message(
+    "dynamic must be given with strategy Dynamic, and only then"
+))]
 #[kube(
     group = "mullion.io",
     version = "v1alpha1",
@@ -19,7 +22,13 @@ use serde::{Deserialize, Serialize};
     category = "mullion",
     status = "MIGLayoutStatus",
     derive = "Default",
-    derive = "PartialEq"
+    derive = "PartialEq",
+    doc = "Wanted MIG instances on the selected cards.",
+    printcolumn(name = "TARGETS", type_ = "integer", json_path = ".status.summary.targets"),
+    printcolumn(name = "APPLIED", type_ = "integer", json_path = ".status.summary.applied"),
+    printcolumn(name = "BLOCKED", type_ = "integer", json_path = ".status.summary.blocked"),
+    printcolumn(name = "FAILED", type_ = "integer", json_path = ".status.summary.failed"),
+    printcolumn(name = "AGE", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]
 pub struct MIGLayoutSpec {
@@ -28,8 +37,8 @@ pub struct MIGLayoutSpec {
     /// `Static`: exactly `instances`. `Dynamic`: these, and more on request within `dynamic`.
     #[serde(default)]
     pub strategy: Strategy,
-    /// Always made, on every card.
-    #[serde(default)]
+    /// Always made, on every card. Required, because an empty list empties the cards: write `[]` to mean it.
+    #[schemars(length(max = 16))]
     pub instances: Vec<WantedInstances>,
     /// Bounds of what requests may add; only with strategy `Dynamic`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -65,13 +74,16 @@ pub struct Selector {
 #[serde(rename_all = "camelCase")]
 pub struct CardSelector {
     /// Product names, exactly as NVML reports them.
+    #[schemars(length(max = 32), inner(length(min = 1, max = 96)))]
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub models: Vec<String>,
     /// PCI device ids, such as `20B0`.
+    #[schemars(length(max = 32), inner(length(max = 4), regex(pattern = "^[0-9A-Fa-f]{4}$")))]
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pci_ids: Vec<String>,
     /// Only the first n by PCI address; absent means all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 1, max = 64))]
     pub per_node: Option<u32>,
 }
 
@@ -86,28 +98,48 @@ pub enum Strategy {
 }
 
 /// A number of equal instances.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[x_kube(validation = Rule::new("!has(self.starts) || self.starts.size() == self.count").message(
+    "starts must name one start for each of count, or be left out"
+))]
 #[serde(rename_all = "camelCase")]
 pub struct WantedInstances {
     /// Profile name, such as `3g.20gb`.
+    #[schemars(length(min = 1, max = 64))]
     pub profile: String,
     /// How many on each card.
+    #[schemars(range(min = 1, max = 16))]
     pub count: u32,
     /// Where, one start each; absent leaves it to the planner.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(range(max = 63)))]
+    #[x_kube(validation = Rule::new("self.all(s, self.exists_one(t, t == s))").message(
+        "starts must differ: two instances cannot begin at one place"
+    ))]
     pub starts: Vec<u32>,
 }
 
 /// Bounds of dynamic requests.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
+#[x_kube(
+    validation = Rule::new("!has(self.max) || self.max.all(p, p in self.profiles)").message(
+        "max may name only profiles that profiles lists"
+    ),
+    validation = Rule::new("!has(self.keepCreatable) || self.keepCreatable.all(p, p in self.profiles)").message(
+        "keepCreatable may name only profiles that profiles lists"
+    )
+)]
 #[serde(rename_all = "camelCase")]
 pub struct Dynamic {
     /// Profiles that requests may make, and what the placement rule counts.
+    #[schemars(length(min = 1, max = 32), inner(length(min = 1, max = 64)))]
     pub profiles: Vec<String>,
     /// Most instances of a profile on each card.
+    #[schemars(extend("maxProperties" = 32))]
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub max: BTreeMap<String, u32>,
     /// Instances that must stay creatable: others may not take their last place.
+    #[schemars(extend("maxProperties" = 32))]
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub keep_creatable: BTreeMap<String, u32>,
     /// Also advertise `nvidia.com/mig-*` resources.
@@ -142,6 +174,7 @@ pub enum Drain {
 #[serde(rename_all = "camelCase")]
 pub struct DisruptionBudget {
     /// Cards that may be changing at the same time.
+    #[schemars(range(min = 1))]
     pub max_cards: u32,
 }
 
@@ -175,6 +208,7 @@ pub struct MIGLayoutStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub granted: Vec<GrantedPlan>,
     /// Cards that are not as wanted, at most 64.
+    #[schemars(length(max = 64))]
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cards: Vec<LayoutCard>,
 }
