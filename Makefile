@@ -25,7 +25,7 @@ demo: ## A cluster, Mullion and a GPU pod on this machine (KEEP=1 leaves it up)
 	@KEEP=$(KEEP) tests/demo
 
 soak: ## The end-to-end tests with all rounds of kill storms and outages (hours)
-	@MULLION_SOAK=1 tests/run setup parts e2e
+	@MULLION_STORM_ROUNDS=20 MULLION_OUTAGE_SECONDS=120 tests/run setup parts e2e
 
 bench: ## The figures of docs/benchmarks.md
 	@tests/bench/run
