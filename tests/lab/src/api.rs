@@ -32,7 +32,7 @@ impl Answer {
     }
 }
 
-/// Sends one request and reads the whole answer.
+/// Sends one request and reads the whole answer; `APPLY` is the patch that server-side apply uses.
 pub fn request(method: &str, path: &str, body: Option<&Value>) -> Result<Answer> {
     let mut reader = open(method, path, body, Duration::from_secs(20))?;
     let code = head(&mut reader)?;
@@ -44,6 +44,12 @@ pub fn request(method: &str, path: &str, body: Option<&Value>) -> Result<Answer>
 /// `GET` as JSON.
 pub fn get(path: &str) -> Result<Value> {
     request("GET", path, None)?.json().with_context(|| format!("GET {path}"))
+}
+
+/// Server-side apply, as the lab's own field manager.
+pub fn apply(path: &str, object: &Value) -> Result<()> {
+    let path = format!("{path}?fieldManager=mullion-lab&force=true&fieldValidation=Strict");
+    request("APPLY", &path, Some(object))?.json().map(drop)
 }
 
 /// Follows a watch: one line of JSON per event, until the API server ends it or `idle` passes without one.
@@ -62,7 +68,11 @@ fn open(method: &str, path: &str, body: Option<&Value>, idle: Duration) -> Resul
         UnixStream::connect(&socket).with_context(|| format!("cannot reach {}", socket.display()))?;
     stream.set_read_timeout(Some(idle))?;
     let body = body.map(Value::to_string).unwrap_or_default();
-    let kind = if method == "PATCH" { "application/merge-patch+json" } else { "application/json" };
+    let (method, kind) = match method {
+        "APPLY" => ("PATCH", "application/apply-patch+yaml"),
+        "PATCH" => ("PATCH", "application/merge-patch+json"),
+        _ => (method, "application/json"),
+    };
     // Version 1.0: the answer ends with the connection, so no chunked encoding.
     let head = format!(
         "{method} {path} HTTP/1.0\r\nHost: localhost\r\nUser-Agent: mullion-lab\r\nAccept: application/json\r\n\

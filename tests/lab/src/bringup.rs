@@ -8,7 +8,7 @@ use anyhow::{Result, anyhow};
 use crate::layout::{self, NodePlan};
 use crate::pki::Pki;
 use crate::supervisor::Lab;
-use crate::{api, control_plane, images, network, node};
+use crate::{api, control_plane, fake_nodes, images, mullion, network, node};
 
 /// Starts everything and returns when it is ready.
 pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
@@ -27,10 +27,19 @@ pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
         control_plane::apiserver(lab, &pki)?;
         lab.say("the API server is ready");
         control_plane::controllers(lab, &pki)?;
+        if plan.mullion {
+            let documents = mullion::install(lab)?;
+            mullion::controllers(lab, &documents)?;
+            lab.say("Mullion's manifests are applied");
+        }
+        if plan.fake_nodes > 0 {
+            fake_nodes::create(plan.fake_nodes, plan.mullion)?;
+            lab.say(&format!("{} nodes without a kubelet are made", plan.fake_nodes));
+        }
         join(nodes)
     })?;
     for_each(&plan.nodes, |node| node::kubelet(lab, node, &pki))?;
-    lab.wait_for("default service account", "controller-manager", Duration::from_secs(60), || {
+    lab.wait_for("default service account", "controller-manager", Duration::from_mins(1), || {
         api::get("/api/v1/namespaces/default/serviceaccounts/default").ok()
     })?;
     for node in &plan.nodes {
@@ -40,6 +49,12 @@ pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
         })?;
     }
     lab.say(&format!("{} nodes are Ready", plan.nodes.len()));
+    if plan.mullion {
+        for_each(&plan.nodes, |node| mullion::agent(lab, node))?;
+        mullion::wait(lab)?;
+        mullion::keep_tokens(lab);
+        lab.say("Mullion is ready");
+    }
     Ok(())
 }
 

@@ -97,7 +97,7 @@ impl Children {
         if let Some(mut pipe) = child.stdout.take() {
             pipe.read_to_string(&mut output).with_context(|| format!("cannot read from {command:?}"))?;
         }
-        let exit = self.wait(pid, Instant::now() + Duration::from_secs(60));
+        let exit = self.wait(pid, Instant::now() + Duration::from_mins(1));
         self.forget(pid);
         let complaint = reader.join().unwrap_or_default();
         match exit {

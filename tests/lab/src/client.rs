@@ -78,27 +78,46 @@ pub fn up(plan: &Plan) -> Result<()> {
     bail!(complaint.join("\n"))
 }
 
-/// `lab enter`: becomes `command` inside the lab, or inside one of its nodes.
-pub fn enter(node: Option<&str>, source: &std::path::Path, command: &[OsString]) -> Result<()> {
+/// Whose namespaces a part runs in, by its name; `None` for the lab's own.
+fn home(part: &str) -> Option<String> {
+    if let Some((_, node)) = part.split_once('@') {
+        return Some(node.to_owned());
+    }
+    let number = part.strip_prefix("controller").or_else(|| part.strip_prefix("scheduler"))?;
+    let is_pair = number.strip_prefix('-').map_or(number.is_empty(), |digits| digits.parse::<u32>().is_ok());
+    is_pair.then(|| format!("controller{number}"))
+}
+
+/// `lab enter`: becomes `command` inside the lab, or inside one of its nodes, or where a part runs.
+pub fn enter(node: Option<&str>, part: Option<&str>, command: &[OsString]) -> Result<()> {
     let supervisor = supervisor_pid()?;
     let status = status()?;
     let here = std::env::current_dir().context("no working directory")?;
     let mut enter = Command::new("nsenter");
     enter.arg(format!("--target={supervisor}")).args(["--mount", "--net", "--pid", "--ipc"]);
     enter.arg(format!("--wdns={}", here.display())).arg("--");
-    if let Some(node) = node {
+    if let Some(part) = part
+        && !status.parts.iter().any(|known| known.name == part)
+    {
+        bail!("no part {part:?}: `lab status` lists them");
+    }
+    if let Some(name) = node.map(str::to_owned).or_else(|| home(part?)) {
         let names = status.holders.keys().cloned().collect::<Vec<_>>().join(", ");
         let holder =
-            status.holders.get(node).with_context(|| format!("no node {node:?}: there are {names}"))?;
-        enter.args(["nsenter", &format!("--target={holder}"), "--mount", "--net"]);
+            status.holders.get(&name).with_context(|| format!("no node {name:?}: there are {names}"))?;
+        enter.args(["nsenter", &format!("--target={holder}"), "--net"]);
+        if !name.starts_with("controller") {
+            enter.arg("--mount");
+        }
         enter.arg(format!("--wdns={}", here.display())).arg("--");
     }
+    let plan = &status.plan;
+    let own = [&plan.parts, &plan.bin, &plan.source.join("tests/lab")].map(|dir| dir.display().to_string());
     let path = std::env::var("PATH").unwrap_or_default();
-    enter.env(
-        "PATH",
-        format!("{}:{}:{path}", status.plan.parts.display(), source.join("tests/lab").display()),
-    );
-    enter.env("KUBECONFIG", layout::admin_kubeconfig()).env("MULLION_LAB_RUN", RUN);
+    enter.env("PATH", format!("{}:{path}", own.join(":"))).env("KUBECONFIG", layout::admin_kubeconfig());
+    // Whatever runs in there finds the lab again, without building it, and leaves no cache at home.
+    enter.env("MULLION_LAB_BIN", std::env::current_exe()?).env("KUBECACHEDIR", layout::run("kube-cache"));
+    enter.env("MULLION_LAB_RUN", RUN);
     enter.args(command);
     Err(enter.exec()).context("cannot start nsenter (package util-linux)")
 }
@@ -179,4 +198,22 @@ pub fn fake(node: &str, words: &[String]) -> Result<()> {
     let store = fake_state::Store::open(at)?;
     println!("{}", fake_state::verb::apply(&store, words)?.trim_end());
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_have_homes() {
+        for (part, want) in [
+            ("kubelet@node-a", Some("node-a")),
+            ("controller", Some("controller")),
+            ("scheduler-2", Some("controller-2")),
+            ("controller-manager", None),
+            ("etcd", None),
+        ] {
+            assert_eq!(home(part).as_deref(), want, "{part}");
+        }
+    }
 }

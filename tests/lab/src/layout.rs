@@ -34,6 +34,8 @@ pub struct Plan {
     pub mullion: bool,
     /// How many controller and scheduler pairs.
     pub controllers: usize,
+    /// Whether every pair's scheduler decides, instead of the one that leads.
+    pub all_schedulers_active: bool,
     /// Folder of the cluster's programs.
     pub parts: PathBuf,
     /// Folder of Mullion's programs.

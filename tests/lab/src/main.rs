@@ -2,6 +2,7 @@
 //! How to use it and what runs where: `README.md` beside this crate.
 
 mod api;
+mod apply;
 mod archive;
 mod bringup;
 mod cards;
@@ -9,10 +10,13 @@ mod cgroup;
 mod children;
 mod client;
 mod control_plane;
+mod fake_nodes;
 mod fakes;
 mod images;
 mod layout;
+mod manifests;
 mod mounts;
+mod mullion;
 mod network;
 mod node;
 mod part;
@@ -44,9 +48,12 @@ enum Verb {
     Up(Up),
     /// Run a command inside the lab, with KUBECONFIG set and kubectl on PATH.
     Enter {
-        /// In the mount and network namespace of this node.
+        /// In the mount and network namespaces of this node.
         #[arg(long)]
         node: Option<String>,
+        /// In the namespaces of this part: its node's, or the network of its controller.
+        #[arg(long, conflicts_with = "node")]
+        part: Option<String>,
         /// The command.
         #[arg(last = true, required = true)]
         command: Vec<OsString>,
@@ -55,7 +62,7 @@ enum Verb {
     Fake {
         /// The node.
         node: String,
-        /// xid CARD CODE | remove CARD | restore CARD | error CALL NVML_CODE N | latency CALL MS | process CARD PID MIB [SM%] | show
+        /// The verb and its arguments; without any, they are listed.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
@@ -80,7 +87,7 @@ enum Verb {
         #[arg(long, short)]
         follow: bool,
     },
-    /// End the lab and remove everything of it; copies the logs to $MULLION_LAB_LOGS first if that is set.
+    /// End the lab and remove everything of it; copies the logs to `$MULLION_LAB_LOGS` first if that is set.
     Down,
     #[command(hide = true)]
     Reap { plan: String },
@@ -109,7 +116,10 @@ struct Up {
     /// How many controller and scheduler pairs.
     #[arg(long, default_value_t = 1)]
     controllers: usize,
-    /// Folder of Mullion's programs [default: $CARGO_TARGET_DIR/debug, else target/debug].
+    /// Let the schedulers of all pairs decide at once, without leader election, to provoke collisions.
+    #[arg(long)]
+    all_schedulers_active: bool,
+    /// Folder of Mullion's programs [default: `$CARGO_TARGET_DIR/debug`, else `target/debug`].
     #[arg(long, env = "MULLION_BIN_DIR")]
     bin_dir: Option<PathBuf>,
 }
@@ -127,7 +137,7 @@ fn main() -> ExitCode {
 fn run(verb: Verb) -> Result<()> {
     match verb {
         Verb::Up(up) => client::up(&plan(&up)?),
-        Verb::Enter { node, command } => client::enter(node.as_deref(), &source()?, &command),
+        Verb::Enter { node, part, command } => client::enter(node.as_deref(), part.as_deref(), &command),
         Verb::Fake { node, words } => client::fake(&node, &words),
         Verb::Fault { part, fault } => client::fault(&part, fault),
         Verb::Status { json } => client::print_status(json),
@@ -187,6 +197,7 @@ fn plan(up: &Up) -> Result<Plan> {
         fake_nodes: up.fake_nodes,
         mullion: !up.no_mullion,
         controllers: up.controllers,
+        all_schedulers_active: up.all_schedulers_active,
         parts: parts(&source)?,
         bin,
         source,

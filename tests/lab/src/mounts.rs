@@ -1,11 +1,12 @@
 //! What the lab and each node see of the file system: the machine's own root, with private copies of every folder
 //! that a part writes to.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::fs::{self, File};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
 
 use crate::layout::{self, NodePlan, RUN};
 
@@ -20,36 +21,32 @@ const KERNEL_SETTINGS: &[(&str, &str)] = &[
     ("vm/panic_on_oom", "0"),
 ];
 
-/// Prepares the lab's own mount namespace. Runs first in it.
-pub fn enter_lab() -> Result<()> {
+/// Gives this process a mount namespace for the lab and prepares it. Returns the one it came from, in which the
+/// lab's folder can be removed: folders that something is mounted on cannot.
+pub fn enter_lab() -> Result<File> {
+    let outside = File::open("/proc/self/ns/mnt").context("cannot open the mount namespace")?;
+    unshare(CloneFlags::CLONE_NEWNS).context("cannot make a mount namespace")?;
     mark("/", MsFlags::MS_PRIVATE | MsFlags::MS_REC)?;
     for dir in ["nodes", "etcd"] {
         tmpfs(&layout::run(dir))?;
     }
-    // A private /run: network namespaces, sockets and locks of the parts stay inside. The machine's own
-    // stays reachable for the clean-up (`host_run`).
+    // A private /run: network namespaces, sockets and locks of the parts stay inside.
     let new = layout::run(".run");
     tmpfs(&new)?;
-    for (dir, from) in [("mullion-lab", RUN), (".host", "/run")] {
-        let at = new.join(dir);
-        fs::create_dir(&at).with_context(|| format!("cannot make {}", at.display()))?;
-        bind(Path::new(from), &at)?;
-    }
+    let inside = new.join("mullion-lab");
+    fs::create_dir(&inside).with_context(|| format!("cannot make {}", inside.display()))?;
+    bind(Path::new(RUN), &inside)?;
     fs::create_dir(new.join("lock")).context("cannot make /run/lock")?;
     mount(Some(&new), "/run", None::<&str>, MsFlags::MS_MOVE, None::<&str>)
-        .context("cannot move the lab's /run in place")
-}
-
-/// The machine's `/run`, seen from inside the lab.
-pub fn host_run() -> PathBuf {
-    PathBuf::from("/run/.host")
+        .context("cannot move the lab's /run in place")?;
+    Ok(outside)
 }
 
 /// Puts the names of the webhook into the API server's host table.
 pub fn hosts(controllers: usize) -> Result<()> {
     let mut text = fs::read_to_string("/etc/hosts").unwrap_or_default();
     for index in 0..controllers {
-        text.push_str(&format!("\n{} {}", layout::controller_address(index), layout::WEBHOOK_HOST));
+        text.extend(["\n", &layout::controller_address(index), " ", layout::WEBHOOK_HOST]);
     }
     text.push('\n');
     let file = layout::run("hosts");

@@ -55,7 +55,7 @@ pub fn kubelet(lab: &Lab, node: &NodePlan, pki: &Pki) -> Result<()> {
     )?;
     let serving = pki.server(&format!("kubelet-{}-serving", node.name), &[&node.address(), &node.name])?;
     let dir = node.dir();
-    let config = dir.join("config/kubelet.json");
+    let config = dir.join("kubelet/config.yaml");
     fs::write(dir.join("config/resolv.conf"), "nameserver 10.96.0.10\n")
         .context("cannot write resolv.conf")?;
     let text = json!({
@@ -87,6 +87,7 @@ pub fn kubelet(lab: &Lab, node: &NodePlan, pki: &Pki) -> Result<()> {
         "resolvConf": dir.join("config/resolv.conf"),
         "volumePluginDir": "/var/lib/kubelet/volume-plugins",
     });
+    // JSON is YAML; the place is where kubeadm puts it, seen from inside the node.
     fs::write(&config, text.to_string()).context("cannot write the kubelet's configuration")?;
     let args = [
         format!("--config={}", config.display()),

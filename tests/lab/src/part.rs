@@ -30,8 +30,8 @@ pub struct Spec {
 impl Spec {
     /// A program with its arguments.
     pub fn new(program: impl Into<String>, args: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        let argv = std::iter::once(program.into()).chain(args.into_iter().map(Into::into)).collect();
-        Self { argv, ..Self::default() }
+        let words = std::iter::once(program.into()).chain(args.into_iter().map(Into::into));
+        Self { argv: words.collect(), ..Self::default() }
     }
 
     /// With a variable in its environment.

@@ -100,8 +100,8 @@ fn child_of(parent: i32) -> Option<i32> {
         let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // After the bracketed name: state, parent.
-        let ppid = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<i32>().ok()?;
-        (ppid == parent).then_some(pid)
+        let of = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<i32>().ok()?;
+        (of == parent).then_some(pid)
     })
 }
 

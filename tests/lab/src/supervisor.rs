@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -78,6 +79,11 @@ impl Lab {
     /// Tells whoever waits in `lab up`, and the supervisor's log.
     pub fn say(&self, text: &str) {
         tell(&format!("= {:5.1}s {text}", self.began.elapsed().as_secs_f32()));
+    }
+
+    /// Writes to the supervisor's log.
+    pub fn note(&self, text: &str) {
+        tell(&format!("- {:5.1}s {text}", self.began.elapsed().as_secs_f32()));
     }
 
     /// Starts a part.
@@ -156,7 +162,7 @@ pub fn run(plan: Plan) -> Result<()> {
     signals.add(Signal::SIGINT);
     // Before any thread exists, so that all inherit it and only the waiting one sees the signals.
     signals.thread_block().context("cannot block signals")?;
-    mounts::enter_lab()?;
+    let outside = mounts::enter_lab()?;
     let path =
         format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", plan.parts.display());
     let lab = Arc::new(Lab {
@@ -171,10 +177,10 @@ pub fn run(plan: Plan) -> Result<()> {
         let _ = signals.wait();
         std::process::exit(0);
     });
-    std::thread::spawn(|| {
+    std::thread::spawn(move || {
         // The reaper never writes: what comes is the end of the pipe, and with it the duty to clean up.
         let _ = std::io::stdin().read(&mut [0]);
-        end_without_reaper();
+        end_without_reaper(&outside);
     });
     let reaping = Arc::clone(&lab);
     std::thread::spawn(move || reaping.children.reap());
@@ -192,15 +198,15 @@ pub fn run(plan: Plan) -> Result<()> {
     }
 }
 
-/// The reaper was killed: do its work and end.
-fn end_without_reaper() -> ! {
+/// The reaper was killed: do its work and end. `outside` is a mount namespace without the lab's mounts.
+fn end_without_reaper(outside: &fs::File) -> ! {
     // Everyone but the sender, which is pid 1.
     let _ = kill(Pid::from_raw(-1), Signal::SIGKILL);
+    // A thread shares its root and working directory with the others and may not leave until it has its own.
+    let _ = unshare(CloneFlags::CLONE_FS);
+    let _ = setns(outside, CloneFlags::CLONE_NEWNS);
     let _ = cgroup::remove_all(Duration::from_secs(10));
-    for dir in ["nodes", "etcd"] {
-        let _ = nix::mount::umount2(&layout::run(dir), nix::mount::MntFlags::MNT_DETACH);
-    }
-    let _ = fs::remove_dir_all(mounts::host_run().join("mullion-lab"));
+    let _ = fs::remove_dir_all(layout::RUN);
     std::process::exit(1);
 }
 
