@@ -1,0 +1,184 @@
+//! `audit verify|list|who-had|pod`, to be mounted as a subcommand of the agent.
+
+mod render;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::{Args, Subcommand, ValueEnum};
+use jiff::Timestamp;
+
+use crate::{AuditReader, DEFAULT_PATH, Error, Filter, Head};
+
+/// Reads the node's audit log; a live one as well.
+#[derive(Clone, Debug, Args)]
+pub struct AuditArgs {
+    /// Path of the log.
+    #[arg(long, global = true, env = "MULLION_AUDIT_DB", default_value = DEFAULT_PATH, value_name = "PATH")]
+    pub db: PathBuf,
+    /// Form of the output.
+    #[arg(long, short, global = true, value_enum, default_value_t = Output::Table)]
+    pub output: Output,
+    /// What to ask.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Form of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// Aligned columns for people.
+    Table,
+    /// One JSON document.
+    Json,
+    /// One YAML document.
+    Yaml,
+}
+
+/// A question to the log.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Command {
+    /// Walks the hash chain and checks the file; exit code 1 when something is wrong.
+    Verify {
+        /// A head noted earlier, which must be in the log: shows a tail that was cut off and a log written anew.
+        #[arg(long, value_name = "SEQ:HASH")]
+        expect: Option<String>,
+    },
+    /// Lists events, oldest first.
+    List {
+        /// Not before this time (RFC 3339, e.g. 2026-03-01T14:05:00Z).
+        #[arg(long, value_name = "TIME")]
+        since: Option<String>,
+        /// Not after this time.
+        #[arg(long, value_name = "TIME")]
+        until: Option<String>,
+        /// Only this kind, e.g. Prepared.
+        #[arg(long)]
+        kind: Option<String>,
+        /// Only pods of this namespace.
+        #[arg(long, short)]
+        namespace: Option<String>,
+        /// Only pods of this name.
+        #[arg(long)]
+        pod: Option<String>,
+        /// Only events about this card or MIG instance.
+        #[arg(long, value_name = "UUID")]
+        card: Option<String>,
+        /// Only the newest so many; 0 for all.
+        #[arg(long, default_value_t = 200)]
+        limit: u32,
+    },
+    /// Says who had a card at a time.
+    WhoHad {
+        /// Uuid of the card, or of a MIG instance.
+        #[arg(long, value_name = "UUID")]
+        card: String,
+        /// When (RFC 3339, e.g. 2026-03-01T14:05:00Z); now if absent.
+        #[arg(long, value_name = "TIME")]
+        at: Option<String>,
+    },
+    /// Tells what happened to a pod.
+    Pod {
+        /// Namespace and name.
+        #[arg(value_name = "NAMESPACE/NAME")]
+        pod: String,
+    },
+}
+
+/// Answers on standard output; remarks go to standard error. The code is 1 where `verify` found something.
+///
+/// # Errors
+/// [`Error`]; nothing was printed for it.
+pub async fn run(args: &AuditArgs) -> Result<ExitCode, Error> {
+    run_with(args, Timestamp::now(), &mut std::io::stdout().lock(), &mut std::io::stderr().lock())
+        .await
+        .map(ExitCode::from)
+}
+
+/// [`run`] with the time and both outputs given.
+///
+/// # Errors
+/// As [`run`].
+pub async fn run_with(
+    args: &AuditArgs,
+    now: Timestamp,
+    out: &mut impl Write,
+    remarks: &mut impl Write,
+) -> Result<u8, Error> {
+    let mut reader = AuditReader::open(&args.db).await?;
+    let (text, remark, code) = match &args.command {
+        Command::Verify { expect } => {
+            let expected: Option<Head> = expect.as_deref().map(str::parse).transpose()?;
+            let found = reader.verify(expected).await?;
+            (render::verification(&found, args.output), None, u8::from(!found.is_ok()))
+        }
+        Command::List { since, until, kind, namespace, pod, card, limit } => {
+            let filter = Filter {
+                since: since.as_deref().map(|text| time("--since", text)).transpose()?,
+                until: until.as_deref().map(|text| time("--until", text)).transpose()?,
+                kind: kind.clone(),
+                namespace: namespace.clone(),
+                pod: pod.clone(),
+                card: card.clone(),
+                limit: (*limit > 0).then_some(*limit),
+            };
+            let rows = reader.list(&filter).await?;
+            let full = filter.limit.is_some_and(|limit| u64::from(limit) == rows.len() as u64);
+            let remark = if rows.is_empty() {
+                Some("no event matches".to_owned())
+            } else {
+                full.then(|| format!("only the newest {limit} are shown; --limit 0 shows all"))
+            };
+            (render::rows(&rows, args.output), remark, 0)
+        }
+        Command::WhoHad { card, at } => {
+            let at = at.as_deref().map_or(Ok(now), |text| time("--at", text))?;
+            let holders = reader.who_had(card, at).await?;
+            let remark = match holders.is_empty() {
+                false => None,
+                true if reader.knows_card(card).await? => Some(format!("nobody had {card} at {at}")),
+                true => {
+                    Some(format!("this log has never seen {card}; `audit list` shows the cards it knows"))
+                }
+            };
+            (render::holders(&holders, args.output), remark, 0)
+        }
+        Command::Pod { pod } => {
+            let wrong = || Error::Argument {
+                flag: "pod",
+                value: pod.clone(),
+                want: "NAMESPACE/NAME, e.g. default/train-0",
+            };
+            let (namespace, name) = pod.split_once('/').ok_or_else(wrong)?;
+            if namespace.is_empty() || name.is_empty() || name.contains('/') {
+                return Err(wrong());
+            }
+            let rows = reader.pod(namespace, name).await?;
+            let remark = rows.is_empty().then(|| format!("no event of pod {pod} on this node"));
+            (render::rows(&rows, args.output), remark, 0)
+        }
+    };
+    print(out, &text)?;
+    if let Some(remark) = remark {
+        print(remarks, &format!("{remark}\n"))?;
+    }
+    Ok(code)
+}
+
+fn time(flag: &'static str, text: &str) -> Result<Timestamp, Error> {
+    text.parse().map_err(|_| Error::Argument {
+        flag,
+        value: text.to_owned(),
+        want: "a time in RFC 3339 with an offset, e.g. 2026-03-01T14:05:00Z",
+    })
+}
+
+fn print(out: &mut impl Write, text: &str) -> Result<(), Error> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // `audit list | head` has seen enough.
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.map_err(|e| Error::Output { source: Arc::new(e) }),
+    }
+}

@@ -1,0 +1,146 @@
+use clap::{Parser, Subcommand};
+use jiff::Timestamp;
+use mullion_audit::cli::{AuditArgs, run_with};
+
+use crate::given::{CARD_A, open, place, refused, small_log};
+
+/// A program as the agent is: `audit` among its subcommands.
+#[derive(Parser)]
+struct Program {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Audit(AuditArgs),
+}
+
+struct Answer {
+    code: Result<u8, (&'static str, String)>,
+    out: String,
+    remarks: String,
+}
+
+async fn ask(path: &std::path::Path, words: &[&str]) -> Answer {
+    let path = path.to_str().unwrap();
+    let words = ["agent", "audit"].into_iter().chain(words.iter().copied()).chain(["--db", path]);
+    let Command::Audit(args) = Program::try_parse_from(words).unwrap().command;
+    let (mut out, mut remarks) = (Vec::new(), Vec::new());
+    let code = run_with(&args, Timestamp::now(), &mut out, &mut remarks).await;
+    Answer {
+        code: code.map_err(|e| (e.code(), e.to_string())),
+        out: String::from_utf8(out).unwrap(),
+        remarks: String::from_utf8(remarks).unwrap(),
+    }
+}
+
+#[tokio::test]
+async fn questions_are_answered_in_each_form() {
+    let at = place();
+    small_log(&at.path).await;
+
+    let list = ask(&at.path, &["list"]).await;
+    assert_eq!(list.code, Ok(0));
+    let lines: Vec<&str> = list.out.lines().collect();
+    assert_eq!(lines.len(), 6, "{}", list.out);
+    assert!(lines[0].starts_with("SEQ  TIME"), "{}", list.out);
+    assert!(lines[3].contains("Prepared") && lines[3].contains("team/train") && lines[3].contains(CARD_A));
+    let columns: Vec<usize> =
+        lines.iter().filter_map(|l| l.char_indices().nth(5).map(|(at, _)| at)).collect();
+    assert!(columns.windows(2).all(|w| w[0] == w[1]));
+
+    let json = ask(&at.path, &["list", "--kind", "Released", "-o", "json"]).await;
+    let rows: serde_json::Value = serde_json::from_str(&json.out).unwrap();
+    assert_eq!(rows[0]["seq"], 5);
+    assert_eq!(rows[0]["event"]["code"], "PodFinished");
+    let time = rows[0]["time"].as_str().unwrap();
+    assert!(time.ends_with('Z') && time.parse::<Timestamp>().is_ok(), "{time}");
+
+    let yaml = ask(&at.path, &["pod", "team/train", "--output", "yaml"]).await;
+    assert!(yaml.out.contains("kind: Prepared"), "{}", yaml.out);
+
+    let verify = ask(&at.path, &["verify"]).await;
+    assert_eq!((verify.code, verify.out.starts_with("ok: 5 rows")), (Ok(0), true), "{}", verify.out);
+    let head = verify.out.trim_end().rsplit(' ').next().unwrap();
+    assert_eq!(ask(&at.path, &["verify", "--expect", head]).await.code, Ok(0));
+    let other = format!("5:{}", "00".repeat(32));
+    let broken = ask(&at.path, &["verify", "--expect", &other]).await;
+    assert_eq!((broken.code, broken.out.starts_with("BROKEN")), (Ok(1), true), "{}", broken.out);
+    let broken = ask(&at.path, &["verify", "--expect", &other, "-o", "json"]).await;
+    let found: serde_json::Value = serde_json::from_str(&broken.out).unwrap();
+    assert_eq!((&found["ok"], &found["findings"][0]["seq"]), (&false.into(), &5.into()));
+}
+
+#[tokio::test]
+async fn who_had_is_answered_for_now_and_then() {
+    let at = place();
+    let log = open(&at.path).await;
+    let devices = [crate::given::share(CARD_A, 3000)];
+    log.append(crate::given::prepared("train", "main", &devices)).await.unwrap();
+    let now = ask(&at.path, &["who-had", "--card", CARD_A]).await;
+    assert!(now.out.contains("team/train") && now.out.contains("prepared"), "{}", now.out);
+    let then =
+        ask(&at.path, &["who-had", "--card", CARD_A, "--at", "2020-01-01T00:00:00Z", "-o", "json"]).await;
+    assert_eq!((then.code, then.out.trim()), (Ok(0), "[]"));
+    assert!(then.remarks.starts_with("nobody had GPU-aaaa"), "{}", then.remarks);
+    let unknown = ask(&at.path, &["who-had", "--card", "GPU-typo"]).await;
+    assert!(unknown.remarks.contains("has never seen GPU-typo"), "{}", unknown.remarks);
+    log.close().await;
+}
+
+#[tokio::test]
+async fn nothing_found_is_said_and_a_cut_list_too() {
+    let at = place();
+    small_log(&at.path).await;
+    let none = ask(&at.path, &["list", "--kind", "Nothing"]).await;
+    assert_eq!((none.code, none.out.as_str(), none.remarks.as_str()), (Ok(0), "", "no event matches\n"));
+    let none = ask(&at.path, &["pod", "team/absent"]).await;
+    assert_eq!(none.remarks, "no event of pod team/absent on this node\n");
+    let cut = ask(&at.path, &["list", "--limit", "2"]).await;
+    assert_eq!(cut.out.lines().count(), 3);
+    assert!(cut.remarks.contains("--limit 0"), "{}", cut.remarks);
+}
+
+#[tokio::test]
+async fn wrong_paths_and_values_are_named() {
+    let at = place();
+    let missing = ask(&at.path, &["list"]).await.code.unwrap_err();
+    assert_eq!(missing.0, "AuditNotFound");
+    assert!(missing.1.contains("audit.db"), "{}", missing.1);
+    std::fs::write(&at.path, vec![7; 9000]).unwrap();
+    assert_eq!(ask(&at.path, &["verify"]).await.code.unwrap_err().0, "AuditNotALog", "garbage");
+    std::fs::write(&at.path, b"").unwrap();
+    assert_eq!(ask(&at.path, &["verify"]).await.code.unwrap_err().0, "AuditNotALog", "empty");
+    assert_eq!(
+        ask(at.path.parent().unwrap(), &["verify"]).await.code.unwrap_err().0,
+        "AuditNotALog",
+        "a folder"
+    );
+
+    let at = place();
+    small_log(&at.path).await;
+    for (case, words) in [
+        ("no offset", ["list", "--since", "2026-03-01 14:05"]),
+        ("no time", ["list", "--until", "yesterday"]),
+        ("no hash", ["verify", "--expect", "5"]),
+    ] {
+        let error = ask(&at.path, &words).await.code.unwrap_err();
+        assert_eq!(error.0, "AuditArgument", "{case}");
+        assert!(error.1.contains(words[1]) && error.1.contains(words[2]), "{case}: {}", error.1);
+    }
+    for pod in ["train", "team/", "/train", "a/b/c"] {
+        assert_eq!(ask(&at.path, &["pod", pod]).await.code.unwrap_err().0, "AuditArgument", "{pod}");
+    }
+}
+
+#[tokio::test]
+async fn control_characters_are_shown_and_not_obeyed() {
+    let at = place();
+    let log = open(&at.path).await;
+    log.append(refused("\u{1b}[2Jgone\nSEQ forged")).await.unwrap();
+    log.close().await;
+    let list = ask(&at.path, &["list"]).await;
+    assert_eq!(list.out.lines().count(), 2, "{}", list.out);
+    assert!(!list.out.contains('\u{1b}') && list.out.contains("\\u{1b}[2Jgone\\nSEQ"), "{}", list.out);
+}
