@@ -38,7 +38,7 @@ struct Model {
 
 /// `NVML_BRAND_NVIDIA` and `NVML_BRAND_NVIDIA_RTX`.
 const BRAND_NVIDIA: u32 = 14;
-const BRAND_RTX: u32 = 12;
+const BRAND_RTX: u32 = 13;
 
 const fn data_centre(
     (profile, name, device_id): (&'static str, &'static str, u32),
