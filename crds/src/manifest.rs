@@ -61,10 +61,27 @@ fn tidy(schema: &mut Value) {
             if map.get("format").and_then(Value::as_str).is_some_and(|f| f.starts_with("uint")) {
                 map.remove("format");
             }
+            if let Some(condition) = map.get_mut("conditions").and_then(|c| c.pointer_mut("/items/properties")) {
+                bound_condition(condition);
+            }
             map.values_mut().for_each(tidy);
         }
         Value::Array(list) => list.iter_mut().for_each(tidy),
         _ => {}
+    }
+}
+
+/// Kubernetes' own bounds of a condition, which its Go type declares (`metav1.Condition`) and the published schema
+/// leaves out. Without them the cost of a rule over conditions cannot be told.
+fn bound_condition(properties: &mut Value) {
+    for (field, least, most) in [("type", 1, 316), ("reason", 1, 1024), ("message", 0, 32_768)] {
+        if let Some(schema) = properties.get_mut(field).and_then(Value::as_object_mut) {
+            schema.insert("minLength".to_owned(), json!(least));
+            schema.insert("maxLength".to_owned(), json!(most));
+        }
+    }
+    if let Some(status) = properties.get_mut("status").and_then(Value::as_object_mut) {
+        status.insert("enum".to_owned(), json!(["True", "False", "Unknown"]));
     }
 }
 

@@ -9,9 +9,10 @@ use serde::{Deserialize, Serialize};
 /// True unless a condition that was True of `Prepared`, `InitDone`, `Released` no longer is. What the ledger folds
 /// from these three only ever rises, so a fresh list must show what the watch has shown.
 const RISEN_STAYS_RISEN: &str = "!has(oldSelf.status) || !has(oldSelf.status.conditions) || \
-    oldSelf.status.conditions.all(c, c.status != 'True' || !(c.type in ['Prepared', 'InitDone', 'Released']) || \
+    ['Prepared', 'InitDone', 'Released'].all(t, \
+    !oldSelf.status.conditions.exists(c, c.type == t && c.status == 'True') || \
     (has(self.status) && has(self.status.conditions) && \
-    self.status.conditions.exists(d, d.type == c.type && d.status == 'True')))";
+    self.status.conditions.exists(c, c.type == t && c.status == 'True')))";
 
 /// The decision: immutable.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
