@@ -30,8 +30,9 @@ use uuid::Uuid;
 use crate::export::Tracer;
 
 /// Where the webhook leaves its [`AdmissionStamp`] on the pod. It overwrites what stands there: a user cannot
-/// know a stamp, and on reinvocation the last call counts.
-pub const ADMISSION_ANNOTATION: &str = "mullion.io/admission-trace";
+/// know a stamp, and on reinvocation the last call counts. It is not under `mullion.io/`, because state is: annotations there are
+/// refused on every pod that a user creates, and what the webhook adds counts as the user's.
+pub const ADMISSION_ANNOTATION: &str = "trace.mullion.io/admission";
 
 /// The trace a span was put into, kept with the span for the log formats.
 pub(crate) struct InTrace(pub(crate) TraceId);
