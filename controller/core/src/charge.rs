@@ -17,15 +17,19 @@ pub(crate) const UNSCALED_CORES: u32 = 100;
 /// The last phase is always there, even when it is empty.
 pub(crate) fn phases(kinds: impl Iterator<Item = ContainerKind>) -> Vec<Vec<usize>> {
     let mut phases = Vec::new();
-    let mut lasting: Vec<usize> = Vec::new();
+    let (mut sidecars, mut lasting) = (Vec::new(), Vec::new());
     for (position, kind) in kinds.enumerate() {
-        if kind == ContainerKind::Init {
-            let mut phase = lasting.clone();
-            phase.push(position);
-            phases.push(phase);
-        } else {
-            lasting.push(position);
+        match kind {
+            ContainerKind::Init => {
+                let mut phase: Vec<usize> = sidecars.clone();
+                phase.push(position);
+                phases.push(phase);
+                continue;
+            }
+            ContainerKind::Sidecar => sidecars.push(position),
+            ContainerKind::App => {}
         }
+        lasting.push(position);
     }
     phases.push(lasting);
     phases
@@ -89,6 +93,11 @@ pub(crate) fn slot_limit(card: &CardFact) -> u64 {
     }
 }
 
+/// Whether both together are more than `limit`; a sum past 64 bits always is.
+fn over(used: u64, more: u64, limit: u64) -> bool {
+    used.checked_add(more).is_none_or(|sum| sum > limit)
+}
+
 /// What a card lacks: the rule that was hit, how much was asked and how much is left (in the rule's unit).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Short {
@@ -111,10 +120,10 @@ pub(crate) fn bears(card: &CardFact, used: &Sum, phase: &Sum) -> Result<(), Shor
         return short(Code::CardsInMigMode, phase.slots, 0, 0);
     }
     let slots = slot_limit(card);
-    if card.mode == CardMode::Exclusive && used.slots.saturating_add(phase.slots) > slots {
+    if card.mode == CardMode::Exclusive && over(used.slots, phase.slots, slots) {
         return short(Code::CardExclusive, phase.slots, slots, used.slots);
     }
-    if used.slots.saturating_add(phase.slots) > slots {
+    if over(used.slots, phase.slots, slots) {
         return short(Code::CardSlotsTaken, phase.slots, slots, used.slots);
     }
     let alone = (phase.whole > 0 && (used.slots > 0 || phase.slots > 1)) || used.whole > 0;
@@ -122,11 +131,11 @@ pub(crate) fn bears(card: &CardFact, used: &Sum, phase: &Sum) -> Result<(), Shor
         return short(Code::CardExclusive, phase.slots, 1, used.slots);
     }
     let memory = card.memory.0;
-    if used.memory.saturating_add(phase.memory) > memory {
+    if over(used.memory, phase.memory, memory) {
         return short(Code::MemoryShort, phase.memory, memory, used.memory);
     }
     let cores = u64::from(card.cores);
-    if used.cores.saturating_add(phase.cores) > cores {
+    if over(used.cores, phase.cores, cores) {
         return short(Code::CoresShort, phase.cores, cores, used.cores);
     }
     Ok(())
@@ -212,6 +221,7 @@ mod tests {
                 vec![Init, Sidecar, Init, App],
                 vec![vec![0], vec![1, 2], vec![1, 3]],
             ),
+            ("no app runs before the inits, wherever it is listed", vec![App, Init], vec![vec![1], vec![0]]),
             ("init only", vec![Init], vec![vec![0], vec![]]),
             ("nothing", vec![], vec![vec![]]),
         ] {

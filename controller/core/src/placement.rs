@@ -25,6 +25,18 @@ pub struct Placement {
     pub score: NodeScore,
 }
 
+/// A container that finds too few cards even by itself.
+struct Miss {
+    /// Its position.
+    container: usize,
+    /// How many cards it needs.
+    wanted: usize,
+    /// How many it finds.
+    fitting: usize,
+    /// Of the open cards that failed it: the rule that comes latest, and the card that came closest to it.
+    nearest: Option<Short>,
+}
+
 /// A request made ready for many nodes: work that does not depend on the node is done once.
 #[derive(Clone, Debug)]
 pub struct Shape<'a> {
@@ -78,7 +90,7 @@ impl<'a> Shape<'a> {
         let state = self.usable_node(ledger.state(node)).map_err(|(code, _)| code)?;
         match self.place(state) {
             Some(board) => Ok(self.node_score(state, &board)),
-            None => Err(self.short(state).0),
+            None => Err(self.why(state).0),
         }
     }
 
@@ -158,9 +170,8 @@ impl<'a> Shape<'a> {
         fill.node_score(self.request.node_policy)
     }
 
-    /// The first container that finds too few cards even by itself: its position, how many it finds, and the
-    /// nearest miss (the rule that comes latest among the cards that failed, and the best of those).
-    fn short_alone(&self, board: &Board) -> Option<(usize, usize, Option<Short>)> {
+    /// The first container that finds too few cards even by itself.
+    fn short_alone(&self, board: &Board) -> Option<Miss> {
         (0..self.request.containers.len()).find_map(|container| {
             let mut fitting = 0;
             let mut miss: Option<Short> = None;
@@ -176,35 +187,36 @@ impl<'a> Shape<'a> {
                 }
             }
             let wanted = self.request.containers[container].request.count as usize;
-            (fitting < wanted).then_some((container, fitting, miss))
+            (fitting < wanted).then_some(Miss { container, wanted, fitting, nearest: miss })
         })
     }
 
-    /// Why no card, or no set of cards, was found.
-    fn short(&self, state: &Node) -> (Code, Detail) {
-        let facts = || state.cards.iter().map(|c| &c.fact);
-        let mut detail = count_cards(facts());
+    /// Why no card, or no set of cards, was found; with the container that finds too few cards by itself.
+    fn why(&self, state: &Node) -> (Code, Option<Miss>) {
         let board = Board::new(self, &state.cards);
-        let Some((container, fitting, miss)) = self.short_alone(&board) else {
-            return (Code::TooFewTogether, detail);
+        let Some(miss) = self.short_alone(&board) else { return (Code::TooFewTogether, None) };
+        let code = if state.cards.len() < miss.wanted {
+            Code::TooFewCards
+        } else if let Some(short) = miss.nearest {
+            short.code
+        } else {
+            state.cards.iter().filter_map(|c| closed(&c.fact)).max().unwrap_or(Code::TooFewCards)
         };
-        let wish = &self.request.containers[container];
-        detail.container = Some(wish.name.clone());
-        detail.cards_asked = wish.request.count;
-        detail.cards_fitting = u32::try_from(fitting).unwrap_or(u32::MAX);
-        if detail.cards_total < wish.request.count {
-            return (Code::TooFewCards, detail);
-        }
-        if let Some(short) = miss {
-            (detail.asked, detail.best) = (short.asked, short.free);
-            return (short.code, detail);
-        }
-        let code = facts().filter_map(closed).max().unwrap_or(Code::TooFewCards);
-        (code, detail)
+        (code, Some(miss))
     }
 
     fn refusal(&self, state: &Node, node: &NodeName) -> Refusal {
-        let (code, detail) = self.short(state);
+        let (code, miss) = self.why(state);
+        let mut detail = count_cards(state.cards.iter().map(|c| &c.fact));
+        if let Some(miss) = miss {
+            let wish = &self.request.containers[miss.container];
+            detail.container = Some(wish.name.clone());
+            detail.cards_asked = wish.request.count;
+            detail.cards_fitting = u32::try_from(miss.fitting).unwrap_or(u32::MAX);
+            if let Some(short) = miss.nearest {
+                (detail.asked, detail.best) = (short.asked, short.free);
+            }
+        }
         Refusal { code, node: node.clone(), detail }
     }
 }

@@ -227,23 +227,24 @@ impl fmt::Display for Refusal {
             _ => {}
         }
         write!(f, "{} of {} cards healthy", d.cards_healthy, d.cards_total)?;
-        let wanted = match &d.container {
-            Some(name) => format!("{} asked by container {name}", cards(d.cards_asked)),
-            None => format!("{} asked", cards(d.cards_asked)),
-        };
-        let next = if d.cards_fitting == 0 { "the best" } else { "the next best" };
-        if d.cards_asked > 1 && d.cards_fitting > 0 && *code != Code::TooFewTogether {
-            write!(f, "; {} can take it of {wanted}", d.cards_fitting)?;
+        if d.cards_asked > 1 {
+            let name = d.container.as_deref().unwrap_or_default();
+            write!(
+                f,
+                "; container {name} asks for {} cards, {} can take it",
+                d.cards_asked, d.cards_fitting
+            )?;
         }
+        let next = if d.cards_fitting == 0 { "the best" } else { "the next best" };
         match code {
-            Code::TooFewCards => write!(f, "; {wanted}: lower {}", crate::request::COUNT),
-            Code::CardsUnhealthy => write!(f, "; {wanted}: see status.cards of GPUNode {node}"),
+            Code::TooFewCards => write!(f, "; lower {}", crate::request::COUNT),
+            Code::CardsUnhealthy => write!(f, "; see status.cards of GPUNode {node}"),
             Code::CardsInMigMode => write!(f, "; the others are in MIG mode, which gives no slices"),
             Code::CardsClosed => write!(f, "; the others are cordoned in the spec of GPUNode {node}"),
             Code::CardTooSmall => write!(f, "; {next} has {best} MiB in all of {asked} asked"),
             Code::CardSlotsTaken => write!(f, "; {next} has {best} shares free of {asked} asked"),
             Code::CardExclusive => {
-                write!(f, "; no other card can be had alone, or those with room are held alone")
+                write!(f, "; it must be alone on a card, or a pod that must be alone holds it")
             }
             Code::MemoryShort => write!(f, "; {next} has {best} MiB free of {asked} asked"),
             Code::CoresShort if d.best == 0 => write!(f, "; {next} has no compute left"),
@@ -251,11 +252,6 @@ impl fmt::Display for Refusal {
             _ => write!(f, "; each container fits by itself, all of them together do not"),
         }
     }
-}
-
-/// "1 card", "2 cards".
-fn cards(number: u32) -> String {
-    if number == 1 { "1 card".to_owned() } else { format!("{number} cards") }
 }
 
 /// `2100` as `2,100`: for people.

@@ -417,7 +417,7 @@ pub fn parse_container(
         .into_iter()
         .find_map(|(value, key)| value.map(|_| key));
     let count = match (count, other) {
-        (None, None) | (Some(0), None) => return Ok(None),
+        (None | Some(0), None) => return Ok(None),
         (Some(0), Some(key)) => {
             return Err(RequestError::CountZero { container: name(), key: key.to_owned() });
         }
@@ -516,3 +516,6 @@ pub fn admit_pod(pod: &PodView, defaults: &Defaults) -> Result<Option<PodRequest
         _ => Ok(request),
     }
 }
+
+#[cfg(test)]
+mod tests;

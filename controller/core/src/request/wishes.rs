@@ -80,8 +80,9 @@ fn policy(pod: &PodView, key: &str, default: Policy, later: &[&str]) -> Result<P
         "spread" => Ok(Policy::Spread),
         _ => {
             let known = |word: &str| matches!(word, "binpack" | "spread") || later.contains(&word);
+            let chain = value.contains(',') && value.split(',').all(|word| known(word.trim()));
             let (key, shown) = (key.to_owned(), shown(value));
-            if !later.is_empty() && value.split(',').all(|word| known(word.trim())) {
+            if later.contains(&value.as_str()) || (chain && !later.is_empty()) {
                 Err(RequestError::UnsupportedPolicy { key, value: shown })
             } else {
                 Err(RequestError::UnknownPolicy { key, value: shown })
