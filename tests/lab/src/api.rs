@@ -70,7 +70,6 @@ fn open(method: &str, path: &str, body: Option<&Value>, idle: Duration) -> Resul
     let body = body.map(Value::to_string).unwrap_or_default();
     let (method, kind) = match method {
         "APPLY" => ("PATCH", "application/apply-patch+yaml"),
-        "PATCH" => ("PATCH", "application/merge-patch+json"),
         _ => (method, "application/json"),
     };
     // Version 1.0: the answer ends with the connection, so no chunked encoding.

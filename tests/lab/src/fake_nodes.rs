@@ -49,10 +49,10 @@ fn one(name: &str, with_gpu_node: bool) -> Result<()> {
     let since = node["metadata"]["creationTimestamp"].as_str().context("a node without a time")?;
     let kinds = "/apis/mullion.io/v1alpha1/gpunodes";
     let object = json!({"apiVersion": "mullion.io/v1alpha1", "kind": "GPUNode", "metadata": {"name": name}, "spec": {}});
-    api::request("POST", kinds, Some(&object))?.json()?;
-    let status = json!({"status": gpu_node_status(&state, uid, since)});
+    let mut made = api::request("POST", kinds, Some(&object))?.json()?;
+    made["status"] = gpu_node_status(&state, uid, since);
     let path = format!("{kinds}/{name}/status?fieldValidation=Strict");
-    api::request("PATCH", &path, Some(&status))?.json()?;
+    api::request("PUT", &path, Some(&made))?.json()?;
     Ok(())
 }
 

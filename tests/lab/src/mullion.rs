@@ -43,7 +43,7 @@ pub fn controllers(lab: &Lab, documents: &[Value]) -> Result<()> {
             Spec { network_of: beside, ..Spec::new(program(lab, "mullion-controller")?, [""; 0]) }
                 .env("KUBECONFIG", kubeconfig.to_string_lossy())
                 .env("POD_NAME", &name)
-                .env("POD_NAMESPACE", NAMESPACE)
+                .env("MULLION_NAMESPACE", NAMESPACE)
                 .env("HOSTNAME", &name);
         lab.start(&name, controller)?;
         let mut config = manifests::scheduler_config(documents)?;
