@@ -181,7 +181,7 @@ fn plan(up: &Up) -> Result<Plan> {
         bail!("--controllers {}: give 1 to {MAX_CONTROLLERS}, or --no-mullion", up.controllers);
     }
     let nodes = cards::plan(up.nodes, up.cards.as_deref())?;
-    if reap::is_locked() {
+    if client::supervisor_pid().is_ok() {
         bail!("a lab is running already: use it, or end it with `lab down`");
     }
     let source = source()?;

@@ -65,12 +65,19 @@ pub fn run(plan: &str) -> Result<()> {
     cleaned
 }
 
-/// The lock on the lab's folder, `None` while someone else holds it.
+/// The lock on the lab's folder, `None` while a lab runs. One that is just being cleaned up is waited for.
 fn lock() -> Result<Option<Flock<File>>> {
+    let deadline = Instant::now() + Duration::from_secs(15);
     loop {
         fs::create_dir_all(RUN).with_context(|| format!("cannot make {RUN}: the lab needs root"))?;
         let dir = File::open(RUN).with_context(|| format!("cannot open {RUN}"))?;
-        let Ok(dir) = Flock::lock(dir, FlockArg::LockExclusiveNonblock) else { return Ok(None) };
+        let Ok(dir) = Flock::lock(dir, FlockArg::LockExclusiveNonblock) else {
+            if client::supervisor_pid().is_ok() || Instant::now() > deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(Duration::from_millis(50));
+            continue;
+        };
         // The former holder may have removed the folder between our open and our lock.
         let ours = dir.metadata().context("cannot read the lock")?.ino();
         if fs::metadata(RUN).is_ok_and(|now| now.ino() == ours) {
@@ -80,7 +87,7 @@ fn lock() -> Result<Option<Flock<File>>> {
 }
 
 /// Whether some reaper holds the lock, that is, a lab runs or is being cleaned up.
-pub fn is_locked() -> bool {
+fn is_locked() -> bool {
     File::open(RUN).is_ok_and(|dir| Flock::lock(dir, FlockArg::LockExclusiveNonblock).is_err())
 }
 
