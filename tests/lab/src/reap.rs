@@ -5,7 +5,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -31,6 +31,9 @@ pub fn run(plan: &str) -> Result<()> {
         std::process::exit(1);
     };
     remove_leftovers()?;
+    // Everybody's keys and tokens are in there.
+    fs::set_permissions(RUN, fs::Permissions::from_mode(0o700))
+        .context("cannot close the lab's folder to others")?;
     for dir in ["logs", "fake"] {
         fs::create_dir_all(layout::run(dir)).with_context(|| format!("cannot make {RUN}/{dir}"))?;
     }
