@@ -94,21 +94,20 @@ fn enter(name: &str) -> Result<Session, Code> {
     let before = {
         let mut library = library();
         library.count(name);
-        library.snapshot()?
+        library.current()?
     };
     before.disturb(name)
 }
 
 /// `nvmlInit`: each call needs its shutdown; the first finds the state file.
 pub(crate) fn init(name: &str) -> u32 {
-    let answer = library().start(name).and_then(|session| session.disturb(name));
-    match answer {
-        Ok(_) => {
-            library().users += 1;
-            0
-        }
-        Err(code) => code.0,
-    }
+    let started = library().start(name);
+    let answer = started.and_then(|session| {
+        session.disturb(name).inspect_err(|_| {
+            shutdown();
+        })
+    });
+    answer.map_or_else(|code| code.0, |_| 0)
 }
 
 impl Library {
@@ -120,7 +119,13 @@ impl Library {
             self.store = Some(store);
         }
         self.count(name);
-        self.snapshot().map_err(|_| Code::DRIVER_NOT_LOADED)
+        let session = self.snapshot().map_err(|_| Code::DRIVER_NOT_LOADED)?;
+        self.users += 1;
+        Ok(session)
+    }
+
+    fn current(&mut self) -> Result<Session, Code> {
+        if self.users == 0 { Err(Code::UNINITIALIZED) } else { self.snapshot() }
     }
 }
 
@@ -151,7 +156,7 @@ pub(crate) struct Device<'a> {
 impl Session {
     /// The node as it is now.
     pub(crate) fn now() -> Result<Self, Code> {
-        library().snapshot()
+        library().current()
     }
 
     /// Waits the injected latency, answers the injected error, or gives the node as it is afterwards.

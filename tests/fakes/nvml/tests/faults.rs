@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use common::Node;
+use common::{Node, with_state};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
@@ -183,4 +183,13 @@ fn after_the_last_shutdown_nothing_answers() {
     assert_eq!(unsafe { lib.nvmlDeviceGetCount_v2(&raw mut count) }, 1);
     // SAFETY: no arguments.
     assert_eq!(unsafe { lib.nvmlShutdown() }, 1);
+    node.fake("error nvmlInit_v2 18 1");
+    for (init, after) in [(18, 1), (0, 0)] {
+        // SAFETY: no arguments.
+        let init_now = || unsafe { lib.nvmlInit_v2() };
+        assert_eq!(with_state(Some(node.store.path().to_owned()), init_now), init);
+        // SAFETY: `count` outlives the call.
+        assert_eq!(unsafe { lib.nvmlDeviceGetCount_v2(&raw mut count) }, after);
+    }
+    assert_eq!(count, 1);
 }

@@ -5,7 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 
 use fake_state::{NodeState, STATE_ENV, Store, profile, verb};
 use nvml_wrapper::Nvml;
@@ -66,12 +66,17 @@ pub fn open(folder: &tempfile::TempDir, state: Option<PathBuf>) -> Result<Nvml, 
     let built = std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so");
     let copy = folder.path().join("libnvidia-ml.so.1");
     std::fs::copy(built, &copy).unwrap();
-    let _one_at_a_time = ENVIRONMENT.lock().unwrap();
+    with_state(state, || Nvml::builder().lib_path(copy.as_os_str()).init())
+}
+
+/// Runs something that calls init, with the environment naming that state file.
+pub fn with_state<T>(state: Option<PathBuf>, init: impl FnOnce() -> T) -> T {
+    let _one_at_a_time = ENVIRONMENT.lock().unwrap_or_else(PoisonError::into_inner);
     match state {
         // SAFETY: the library reads the environment in init alone, which runs under the same lock.
         Some(path) => unsafe { std::env::set_var(STATE_ENV, path) },
         // SAFETY: as above.
         None => unsafe { std::env::remove_var(STATE_ENV) },
     }
-    Nvml::builder().lib_path(copy.as_os_str()).init()
+    init()
 }
