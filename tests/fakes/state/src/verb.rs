@@ -1,9 +1,10 @@
 //! The commands that disturb a node: `lab fake NODE VERB …`.
 
+use crate::state::named_uuid;
 use crate::{Card, Error, InjectedError, NodeState, Process, Store, calls};
 
 /// Every verb. CARD is an index or a uuid, CALL an entry point such as `nvmlDeviceGetUUID` or `*`.
-pub const USAGE: &str = "xid CARD CODE [GI CI] | remove CARD | restore CARD | lost CARD | unlist CARD | reset CARD | \
+pub const USAGE: &str = "xid CARD CODE [GI CI] | remove CARD | restore CARD | lost CARD | unlist CARD | replace CARD | reset CARD | \
      error CALL NVML_CODE N | latency CALL MS | process CARD PID MIB [SM%] [GI] | show";
 
 /// XID of a card that has fallen off the bus.
@@ -20,7 +21,8 @@ const MAX_LATENCY_MS: u64 = 600_000;
 /// - `remove` lets the card fall off the bus: XID 79, then every call about it answers `GPU_IS_LOST`;
 ///   it stays in the list. `lost` does the same without an XID.
 /// - `unlist` takes it out of the list, as after a reboot without it.
-/// - `restore` undoes the three; a pending MIG mode becomes active.
+/// - `replace` puts another card of the same model into its place: a new uuid, empty and well.
+/// - `restore` undoes `remove`, `lost` and `unlist`; a pending MIG mode becomes active.
 /// - `reset` is a GPU reset: instances vanish, a pending MIG mode becomes active; refused with processes.
 /// - `error … 0` and `latency … 0` end an injection, `process … 0` ends the process.
 /// - `show` prints the state as JSON, calls counted.
@@ -36,6 +38,7 @@ pub fn apply(store: &Store, args: &[String]) -> Result<String, Error> {
         "remove" => remove(store, &args("remove", "remove CARD"), true),
         "lost" => remove(store, &args("lost", "lost CARD"), false),
         "unlist" => unlist(store, &args("unlist", "unlist CARD")),
+        "replace" => replace(store, &args("replace", "replace CARD")),
         "restore" => restore(store, &args("restore", "restore CARD")),
         "reset" => reset(store, &args("reset", "reset CARD")),
         "error" => error(store, &args("error", "error CALL NVML_CODE N")),
@@ -152,6 +155,23 @@ fn unlist(store: &Store, args: &Args<'_>) -> Result<String, Error> {
     })
 }
 
+fn replace(store: &Store, args: &Args<'_>) -> Result<String, Error> {
+    args.between(1, 1)?;
+    store.update(|state| {
+        let card = args.card(state)?;
+        let old = card.uuid.clone();
+        let new = format!("GPU-{}", named_uuid(&format!("after.{old}")));
+        card.reset();
+        card.uuid.clone_from(&new);
+        card.processes.clear();
+        (card.lost, card.present) = (false, true);
+        for link in state.cards.iter_mut().flat_map(|c| &mut c.links).filter(|l| l.peer == old) {
+            link.peer.clone_from(&new);
+        }
+        Ok(format!("{old}: replaced by {new}"))
+    })
+}
+
 fn restore(store: &Store, args: &Args<'_>) -> Result<String, Error> {
     args.between(1, 1)?;
     store.update(|state| {
@@ -244,6 +264,21 @@ mod tests {
 
     fn run(store: &Store, line: &str) -> Result<String, Error> {
         apply(store, &line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_replaced_card_is_another_one_in_the_same_place() {
+        let (_folder, store) = node("h100x2");
+        let before = store.read().unwrap();
+        run(&store, "process 0 12 500").unwrap();
+        run(&store, "remove 0").unwrap();
+        run(&store, "replace 0").unwrap();
+        let after = store.read().unwrap();
+        assert_ne!(after.cards[0].uuid, before.cards[0].uuid);
+        assert!(after.cards[0].processes.is_empty() && !after.cards[0].lost);
+        assert_eq!(after.cards[0].pci, before.cards[0].pci);
+        assert!(after.cards[1].links.iter().any(|l| l.peer == after.cards[0].uuid));
+        assert!(!after.cards[1].links.iter().any(|l| l.peer == before.cards[0].uuid));
     }
 
     #[test]

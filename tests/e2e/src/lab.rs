@@ -1,0 +1,91 @@
+//! The lab as a test sees it: its commands, and the insides of its nodes.
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, bail};
+
+/// Handle on the running lab.
+#[derive(Clone, Copy, Debug)]
+pub struct Lab;
+
+fn lab_program() -> PathBuf {
+    std::env::var_os("MULLION_LAB")
+        .map_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../lab/lab")), PathBuf::from)
+}
+
+fn text(what: &str, output: Output) -> Result<String> {
+    let out = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(out);
+    }
+    bail!("{what}: {}: {out}{}", output.status, String::from_utf8_lossy(&output.stderr))
+}
+
+impl Lab {
+    /// `lab ARGS…`.
+    ///
+    /// # Errors
+    /// When the command fails; the text has its output.
+    pub fn run(self, args: &[&str]) -> Result<String> {
+        let output = Command::new(lab_program()).args(args).output().context("start the lab program")?;
+        text(&format!("lab {}", args.join(" ")), output)
+    }
+
+    /// `lab fault PART VERB`.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn fault(self, part: &str, verb: &str) -> Result<()> {
+        self.run(&["fault", part, verb]).map(drop)
+    }
+
+    /// `lab fake NODE VERB…`.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn fake(self, node: &str, verb: &[&str]) -> Result<String> {
+        self.run(&[&["fake", node], verb].concat())
+    }
+
+    /// `kubectl ARGS…`.
+    ///
+    /// # Errors
+    /// When the command fails; the text has its output.
+    pub fn kubectl(self, args: &[&str]) -> Result<String> {
+        let output = Command::new("kubectl").args(args).output().context("start kubectl")?;
+        text(&format!("kubectl {}", args.join(" ")), output)
+    }
+
+    /// Runs a command in a node's namespaces, as somebody logged in there would.
+    ///
+    /// # Errors
+    /// When the command fails; the text has its output.
+    pub fn on_node(self, node: &str, command: &[&str]) -> Result<String> {
+        let mut args = vec!["enter", "--node", node, "--"];
+        args.extend_from_slice(command);
+        self.run(&args)
+    }
+
+    /// Runs a command in the network namespace of a controller (`controller`, `controller-2`).
+    ///
+    /// # Errors
+    /// When the command fails; the text has its output.
+    pub fn beside_controller(self, part: &str, command: &[&str]) -> Result<String> {
+        let mut args = vec!["enter", "--part", part, "--"];
+        args.extend_from_slice(command);
+        self.run(&args)
+    }
+
+    /// `mullion-nodeagent audit ARGS… --output json` on a node.
+    ///
+    /// # Errors
+    /// When the command fails or prints no JSON.
+    pub fn audit(self, node: &str, args: &[&str]) -> Result<serde_json::Value> {
+        let mut command = vec!["mullion-nodeagent", "audit"];
+        command.extend_from_slice(args);
+        command.extend_from_slice(&["--output", "json"]);
+        let out = self.on_node(node, &command)?;
+        serde_json::from_str(&out).with_context(|| format!("audit {args:?} on {node} printed {out}"))
+    }
+}

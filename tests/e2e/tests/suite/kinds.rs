@@ -1,0 +1,125 @@
+//! The API server itself refuses objects of the wrong shape, and writers who are not entitled.
+
+use anyhow::{Context, Result, ensure};
+use mullion_e2e::Scope;
+use mullion_e2e::pods::slice_pod;
+
+const AGENT: &str = "system:serviceaccount:mullion-system:mullion-nodeagent";
+
+fn agent_of(node: &str) -> [String; 3] {
+    [
+        format!("--as={AGENT}"),
+        "--as-group=system:serviceaccounts".to_owned(),
+        format!("--as-user-extra=authentication.kubernetes.io/node-name={node}"),
+    ]
+}
+
+fn kubectl(scope: &Scope, who: &[String; 3], args: &[&str]) -> Result<String> {
+    let mut all: Vec<&str> = who.iter().map(String::as_str).collect();
+    all.extend_from_slice(args);
+    scope.lab.kubectl(&all)
+}
+
+/// Design section 4, "Who may write": an agent writes its own node's objects and nothing else.
+#[tokio::test]
+async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
+    let scope = Scope::new("agent-rights").await?;
+    scope.create(&slice_pod("victim", "1000", "10")).await?;
+    let made = scope.running("victim").await?;
+    let allocation = scope.allocation(&made).await?;
+    let name = allocation.metadata.name.clone().context("no name")?;
+    let home = allocation.spec.node_name.clone();
+    let other = if home == "node-a" { "node-b" } else { "node-a" };
+    let patch = r#"{"status":{"agentVersion":"forged"}}"#;
+    let cases: Vec<(&str, &str, Vec<&str>)> = vec![
+        (
+            "status of another node",
+            other,
+            vec!["patch", "gpunode", &home, "--subresource=status", "--type=merge", "-p", patch],
+        ),
+        (
+            "spec of its own node",
+            &home,
+            vec!["patch", "gpunode", &home, "--type=merge", "-p", r#"{"spec":{"splitCount":99}}"#],
+        ),
+        (
+            "status of another node's allocation",
+            other,
+            vec![
+                "-n",
+                &scope.namespace,
+                "patch",
+                "vga",
+                &name,
+                "--subresource=status",
+                "--type=merge",
+                "-p",
+                r#"{"status":{"phase":"Released"}}"#,
+            ],
+        ),
+        (
+            "finalizer of another node's allocation",
+            other,
+            vec![
+                "-n",
+                &scope.namespace,
+                "patch",
+                "vga",
+                &name,
+                "--type=merge",
+                "-p",
+                r#"{"metadata":{"finalizers":[]}}"#,
+            ],
+        ),
+        ("delete an allocation", &home, vec!["-n", &scope.namespace, "delete", "vga", &name]),
+        ("read secrets", &home, vec!["-n", "mullion-system", "get", "secrets"]),
+    ];
+    for (case, node, args) in cases {
+        let outcome = kubectl(&scope, &agent_of(node), &args);
+        let Err(error) = outcome else { anyhow::bail!("{case}: was let through") };
+        let text = error.to_string();
+        ensure!(text.contains("orbidden") || text.contains("denied"), "{case}: {text}");
+    }
+    // The same writer on its own node is let through (nothing changes: the same value).
+    let version = scope.gpu_node(&home).await?.status.context("no status")?.agent_version;
+    let same = format!(r#"{{"status":{{"agentVersion":"{version}"}}}}"#);
+    kubectl(
+        &scope,
+        &agent_of(&home),
+        &["patch", "gpunode", &home, "--subresource=status", "--type=merge", "-p", &same],
+    )?;
+    // A token without a node is nobody.
+    let nobody =
+        [format!("--as={AGENT}"), "--as-group=system:serviceaccounts".to_owned(), "--v=0".to_owned()];
+    let outcome = kubectl(
+        &scope,
+        &nobody,
+        &["patch", "gpunode", &home, "--subresource=status", "--type=merge", "-p", patch],
+    );
+    ensure!(outcome.is_err(), "a token without a node was let through");
+    scope.remove().await
+}
+
+/// The columns that on-call questions are answered by.
+#[tokio::test]
+async fn the_columns_are_there() -> Result<()> {
+    let scope = Scope::new("columns").await?;
+    scope.create(&slice_pod("shown", "2000", "20")).await?;
+    let made = scope.running("shown").await?;
+    scope.allocation_phase(&made, mullion_crds::vgpuallocation::Phase::Prepared).await?;
+    let nodes = scope.lab.kubectl(&["get", "gn"])?;
+    for column in ["GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "AGE"] {
+        ensure!(nodes.lines().next().is_some_and(|l| l.contains(column)), "{column} is missing:\n{nodes}");
+    }
+    let allocations = scope.lab.kubectl(&["-n", &scope.namespace, "get", "vga"])?;
+    for column in ["POD", "NODE", "GPU", "KIND", "MEM", "CORES", "PHASE", "AGE"] {
+        ensure!(allocations.lines().next().is_some_and(|l| l.contains(column)), "{column}:\n{allocations}");
+    }
+    ensure!(allocations.contains("shown") && allocations.contains("Prepared"), "{allocations}");
+    let all = scope.lab.kubectl(&["get", "mullion", "-A"])?;
+    ensure!(all.contains("gpunode") && all.contains("vgpuallocation"), "{all}");
+    let selected =
+        scope.lab.kubectl(&["get", "vga", "-A", "--field-selector", "spec.pod.name=shown", "-o", "name"])?;
+    ensure!(selected.lines().count() == 1, "{selected}");
+    scope.remove().await
+}

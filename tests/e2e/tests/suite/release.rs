@@ -1,0 +1,113 @@
+//! Capacity comes back when, and only when, nothing of the pod is left.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use kube::api::{DeleteParams, ListParams};
+use mullion_crds::vgpuallocation::Phase;
+use mullion_e2e::Scope;
+use mullion_e2e::pods::{Build, pod, running, slice, slice_pod};
+use mullion_e2e::scope::{PATIENCE, eventually};
+
+/// FS-10: a pod that waits for memory is placed within seconds of the release, with nobody else's help.
+#[tokio::test]
+async fn a_release_wakes_the_pod_that_waits_for_it() -> Result<()> {
+    let scope = Scope::new("poke").await?;
+    scope.create(&slice_pod("one", "30000", "10").on("node-b")).await?;
+    scope.create(&slice_pod("two", "30000", "10").on("node-b")).await?;
+    scope.running("one").await?;
+    scope.running("two").await?;
+    scope.create(&slice_pod("waits", "30000", "10").on("node-b")).await?;
+    eventually("the third is refused", PATIENCE, || async {
+        let conditions =
+            scope.pods().get("waits").await?.status.and_then(|s| s.conditions).unwrap_or_default();
+        Ok(conditions.into_iter().find(|c| c.reason.as_deref() == Some("Unschedulable")))
+    })
+    .await?;
+    scope.delete("one").await?;
+    let released = Instant::now();
+    scope.running("waits").await?;
+    // Generous against a busy machine, far below the five minutes that an unwoken pod sleeps.
+    ensure!(released.elapsed() < Duration::from_secs(15), "it took {:?}", released.elapsed());
+    scope.remove().await
+}
+
+/// A Completed pod keeps its object; its slice is free.
+#[tokio::test]
+async fn a_completed_pod_frees_its_slice() -> Result<()> {
+    let scope = Scope::new("completed").await?;
+    let mut p = pod("job", vec![running("main", &slice("30000", "10"), "true")]).on("node-b");
+    if let Some(spec) = &mut p.spec {
+        spec.restart_policy = Some("Never".to_owned());
+    }
+    scope.create(&p).await?;
+    scope.phase("job", "Succeeded").await?;
+    for name in ["next-one", "next-two"] {
+        scope.create(&slice_pod(name, "30000", "10").on("node-b")).await?;
+    }
+    scope.running("next-one").await?;
+    scope.running("next-two").await?;
+    scope.remove().await
+}
+
+/// BL-01, BL-05: a pod deleted between bind and start holds nobody up.
+#[tokio::test]
+async fn a_pod_deleted_after_bind_frees_its_slice_at_once() -> Result<()> {
+    let scope = Scope::new("deleted-early").await?;
+    for round in 0..3 {
+        let name = format!("early-{round}");
+        scope.create(&slice_pod(&name, "40000", "10").on("node-b")).await?;
+        let bound = eventually("bound", PATIENCE, || async {
+            let p = scope.pods().get(&name).await?;
+            Ok(p.spec.as_ref().and_then(|s| s.node_name.clone()).map(|_| p.clone()))
+        })
+        .await?;
+        let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
+        scope.pods().delete(&name, &now).await?;
+        drop(bound);
+        let other = format!("other-{round}");
+        let start = Instant::now();
+        scope.create(&slice_pod(&other, "1000", "10").on("node-b")).await?;
+        eventually("the next pod is bound", PATIENCE, || async {
+            let p = scope.pods().get(&other).await?;
+            Ok(p.spec.and_then(|s| s.node_name))
+        })
+        .await?;
+        ensure!(start.elapsed() < Duration::from_secs(2), "round {round}: {:?}", start.elapsed());
+    }
+    scope.remove().await
+}
+
+/// A namespace that goes away as a whole leaves nothing, in the cluster and on the nodes.
+#[tokio::test]
+async fn a_namespace_goes_with_everything_in_it() -> Result<()> {
+    let scope = Scope::new("whole-namespace").await?;
+    for n in 0..4 {
+        scope.create(&slice_pod(&format!("p{n}"), "1000", "5")).await?;
+    }
+    for n in 0..4 {
+        scope.running(&format!("p{n}")).await?;
+    }
+    scope.lab.kubectl(&["delete", "namespace", &scope.namespace, "--wait=false"])?;
+    let namespace = scope.namespace.clone();
+    eventually("all of it gone", PATIENCE, || async {
+        let left =
+            scope.lab.kubectl(&["get", "namespace", &namespace, "--ignore-not-found", "-o", "name"])?;
+        Ok(left.trim().is_empty().then_some(()))
+    })
+    .await?;
+    ensure!(scope.allocations().list(&ListParams::default()).await?.items.is_empty());
+    Ok(())
+}
+
+/// A tenant cannot keep or fake a release: the phase follows the node's proof.
+#[tokio::test]
+async fn an_allocation_is_prepared_only_by_its_node() -> Result<()> {
+    let scope = Scope::new("phases").await?;
+    scope.create(&slice_pod("steady", "1000", "5").on("node-a")).await?;
+    let made = scope.running("steady").await?;
+    let prepared = scope.allocation_phase(&made, Phase::Prepared).await?;
+    let finalizers = prepared.metadata.finalizers.unwrap_or_default();
+    ensure!(finalizers == ["mullion.io/release"], "{finalizers:?}");
+    scope.remove().await
+}

@@ -1,0 +1,162 @@
+//! `kill -9` at random moments while pods come and go: afterwards all records agree and nothing is left.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use kube::ResourceExt;
+use kube::api::{DeleteParams, ListParams};
+use mullion_e2e::Scope;
+use mullion_e2e::pods::slice_pod;
+use mullion_e2e::scope::{PATIENCE, eventually};
+
+/// A small generator of its own (SplitMix64), so that a round can be repeated from its printed seed.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        (z ^ (z >> 31)) % sides
+    }
+}
+
+fn setting(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|t| t.parse().ok()).unwrap_or(otherwise)
+}
+
+/// Everything that says who has what on a node agrees, and nothing speaks of pods that are gone.
+async fn records_agree(scope: &Scope, node: &str) -> Result<()> {
+    let pods: BTreeSet<String> = kube::Api::<k8s_openapi::api::core::v1::Pod>::all(scope.client.clone())
+        .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
+        .await?
+        .items
+        .into_iter()
+        .filter(|p| {
+            !matches!(p.status.as_ref().and_then(|s| s.phase.as_deref()), Some("Succeeded" | "Failed"))
+        })
+        .filter_map(|p| p.uid())
+        .collect();
+    let allocations = kube::Api::<mullion_crds::VGPUAllocation>::all(scope.client.clone())
+        .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
+        .await?
+        .items;
+    let mut grants = BTreeSet::new();
+    for allocation in &allocations {
+        let released = allocation
+            .status
+            .as_ref()
+            .is_some_and(|s| s.phase == mullion_crds::vgpuallocation::Phase::Released);
+        ensure!(
+            released || pods.contains(&allocation.spec.pod.uid),
+            "{}: allocation {} is of a pod that is gone or ended: {:?}",
+            node,
+            allocation.name_any(),
+            allocation.status
+        );
+        if !released {
+            grants.extend(allocation.status.iter().flat_map(|s| &s.containers).map(|c| c.grant.clone()));
+        }
+    }
+    let list = |folder: &str| -> Result<BTreeSet<String>> {
+        Ok(scope.lab.on_node(node, &["ls", "-1", folder])?.lines().map(str::to_owned).collect())
+    };
+    let specs: BTreeSet<String> = list("/var/run/cdi")?
+        .into_iter()
+        .filter_map(|f| f.strip_prefix("mullion.io-grant-")?.strip_suffix(".json").map(str::to_owned))
+        .collect();
+    ensure!(specs == grants, "{node}: CDI specs {specs:?}, grants in status {grants:?}");
+    let pages = list("/var/lib/mullion/pages")?;
+    ensure!(pages == grants, "{node}: control pages {pages:?}, grants in status {grants:?}");
+    for folder in list("/usr/local/vgpu/containers")? {
+        let uid = folder.split('_').next().unwrap_or_default();
+        ensure!(pods.contains(uid), "{node}: usage folder {folder} of a pod that is gone");
+    }
+    let verify = scope.lab.audit(node, &["verify"])?;
+    ensure!(verify["ok"] != serde_json::Value::Bool(false), "{node}: {verify}");
+    Ok(())
+}
+
+/// Rounds of pods coming and going while a part is killed. `MULLION_STORM_ROUNDS` (default 3) for each part,
+/// `MULLION_STORM_SEED` repeats a run.
+#[tokio::test]
+async fn killed_parts_leave_nothing_behind() -> Result<()> {
+    let scope = Scope::new("storm").await?;
+    let rounds = setting("MULLION_STORM_ROUNDS", 3);
+    let seed = setting("MULLION_STORM_SEED", 20_261_129);
+    println!("storm: seed {seed}, {rounds} rounds");
+    let mut dice = Dice(seed);
+    let parts = ["agent@node-a", "controller", "kubelet@node-a", "scheduler", "containerd@node-a"];
+    let mut failed_by_kubelet = 0_u32;
+    for round in 0..rounds {
+        // Every round kills each part once, in an order of its own.
+        let mut order: Vec<&str> = parts.to_vec();
+        for k in (1..order.len()).rev() {
+            let other = usize::try_from(dice.roll(k as u64 + 1)).unwrap_or(0);
+            order.swap(k, other);
+        }
+        for (step, part) in order.iter().enumerate() {
+            for n in 0..3 {
+                let name = format!("s-{round}-{step}-{n}");
+                // While a controller is down its webhook refuses GPU pods: try until it is back.
+                eventually("a pod is let in", PATIENCE, || async {
+                    scope.create(&slice_pod(&name, "700", "3")).await.map(Some)
+                })
+                .await?;
+            }
+            tokio::time::sleep(Duration::from_millis(dice.roll(1500))).await;
+            scope.lab.fault(part, "kill")?;
+            tokio::time::sleep(Duration::from_millis(200 + dice.roll(800))).await;
+            scope.lab.fault(part, "restart")?;
+            if step > 0 {
+                for n in 0..3 {
+                    let name = format!("s-{round}-{}-{n}", step - 1);
+                    let gone = scope.pods().delete(&name, &DeleteParams::default()).await;
+                    if let Err(error) = gone {
+                        ensure!(error.to_string().contains("not found"), "{error}");
+                    }
+                }
+            }
+        }
+        // All that still exists runs, or was failed by the kubelet itself in its restart gap and says so.
+        eventually("all pods run or are explained", PATIENCE * 2, || async {
+            for p in scope.pods().list(&ListParams::default()).await?.items {
+                let status = p.status.clone().unwrap_or_default();
+                let phase = status.phase.clone().unwrap_or_default();
+                let explained = phase == "Failed"
+                    && matches!(
+                        status.reason.as_deref(),
+                        Some("UnexpectedAdmissionError" | "OutOfnvidia.com/gpu")
+                    );
+                if phase != "Running" && !explained && p.metadata.deletion_timestamp.is_none() {
+                    anyhow::bail!("{} is {phase}: {:?} {:?}", p.name_any(), status.reason, status.message);
+                }
+            }
+            Ok(Some(()))
+        })
+        .await?;
+        let left = scope.pods().list(&ListParams::default()).await?.items;
+        for p in &left {
+            failed_by_kubelet +=
+                u32::from(p.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Failed"));
+        }
+        for node in ["node-a", "node-b"] {
+            eventually(&format!("records of {node} agree"), PATIENCE, || async {
+                records_agree(&scope, node).await.map(Some)
+            })
+            .await
+            .with_context(|| format!("round {round}, seed {seed}"))?;
+        }
+    }
+    println!("storm: {failed_by_kubelet} pods were failed by the kubelet itself in its restart gaps");
+    scope.remove().await?;
+    for node in ["node-a", "node-b"] {
+        eventually(&format!("nothing is left on {node}"), PATIENCE, || async {
+            records_agree(&scope, node).await.map(Some)
+        })
+        .await?;
+    }
+    Ok(())
+}
