@@ -12,8 +12,8 @@ help: ## This list
 test: ## Everything: set-up, format, lints, licences, unit, property and end-to-end tests
 	@tests/run
 
-lint: ## Format, clippy, licences, generated files
-	@tests/run setup fmt licences clippy generated
+lint: ## Format, clippy, licences, documents, generated files
+	@tests/run setup fmt licences docs clippy generated
 
 fmt: ## Format the code
 	@cargo fmt --all
