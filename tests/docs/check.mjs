@@ -38,7 +38,7 @@ export function links(markdown) {
   return [...prose.matchAll(/\]\(([^)\s]+)\)/g)].map((m) => m[1]).filter((to) => !/^[a-z]+:|^#/.test(to)).map((to) => to.split("#")[0]);
 }
 
-/** Paths of the repository that a document names in backticks, `folder/` or `folder/file.rs`; none with a pattern in it. */
+/** Paths of the repository that a document names in backticks, `folder/` or `folder/file.rs`, from the root or from a folder that the document is in; none with a pattern. */
 export function paths(markdown, roots) {
   const prose = markdown.replace(/```[\s\S]*?```/g, "");
   const words = [...prose.matchAll(/`([\w./-]+)`/g)].map((m) => m[1]);
@@ -54,7 +54,8 @@ function main() {
   const roots = new Set(files.filter((file) => file.includes("/")).map((file) => file.split("/")[0]));
   for (const file of files.filter((name) => name.endsWith(".md"))) {
     for (const path of paths(read(file), roots)) {
-      if (!existsSync(join(root, path))) errors.push(`${file}: there is no ${path}`);
+      const folders = file.split("/").slice(0, -1).map((_, i, all) => all.slice(0, i + 1).join("/"));
+      if (!["", ...folders].some((folder) => existsSync(join(root, folder, path)))) errors.push(`${file}: there is no ${path}`);
     }
     for (const to of links(read(file))) {
       if (!existsSync(join(root, dirname(file), to))) errors.push(`${file}: the link to ${to} leads nowhere`);
