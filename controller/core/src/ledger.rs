@@ -214,7 +214,7 @@ impl Ledger {
     }
 
     /// The allocations on `node` in fold order: prepared first, then sequence, creation time, uid. No holds.
-    pub fn allocations_on(&self, node: &NodeName) -> impl Iterator<Item = &AllocationFact> {
+    pub fn allocations_on(&self, node: &NodeName) -> impl Iterator<Item = &AllocationFact> + use<'_> {
         let entries = self.nodes.get(node).into_iter().flat_map(|n| &n.entries);
         entries.filter(|e| !e.hold).map(|e| e.fact.as_ref())
     }
