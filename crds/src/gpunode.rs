@@ -1,5 +1,7 @@
 //! `GPUNode`: one per node, named like it. Admins write `spec`, the node's agent alone writes `status`.
 
+#![expect(clippy::duplicated_attributes, reason = "each printer column has a type and a path of its own")]
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;

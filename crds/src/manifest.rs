@@ -53,15 +53,26 @@ fn yaml(crd: &CustomResourceDefinition) -> Result<String, ManifestError> {
 }
 
 /// Takes out what the derive puts in and the API server has no use for: `nullable` (a kept `null` would make
-/// `has()` true in a rule) and Rust's own integer formats (each is a warning at `kubectl apply`).
+/// `has()` true in a rule) and Rust's own integer formats (each is a warning at
+/// `kubectl apply`); the range that such a format stands for stays.
 fn tidy(schema: &mut Value) {
     match schema {
         Value::Object(map) => {
             map.remove("nullable");
-            if map.get("format").and_then(Value::as_str).is_some_and(|f| f.starts_with("uint")) {
-                map.remove("format");
+            match map.get("format").and_then(Value::as_str) {
+                // What the API server takes the types of this crate must be able to hold.
+                Some("uint32") => {
+                    map.entry("maximum").or_insert_with(|| json!(u32::MAX));
+                    map.remove("format");
+                }
+                Some("uint64" | "uint") => {
+                    map.insert("format".to_owned(), json!("int64"));
+                }
+                _ => {}
             }
-            if let Some(condition) = map.get_mut("conditions").and_then(|c| c.pointer_mut("/items/properties")) {
+            if let Some(condition) =
+                map.get_mut("conditions").and_then(|c| c.pointer_mut("/items/properties"))
+            {
                 bound_condition(condition);
             }
             map.values_mut().for_each(tidy);
@@ -74,9 +85,13 @@ fn tidy(schema: &mut Value) {
 /// Kubernetes' own bounds of a condition, which its Go type declares (`metav1.Condition`) and the published schema
 /// leaves out. Without them the cost of a rule over conditions cannot be told.
 fn bound_condition(properties: &mut Value) {
-    for (field, least, most) in [("type", 1, 316), ("reason", 1, 1024), ("message", 0, 32_768)] {
+    for (field, is_required, most) in
+        [("type", true, 316), ("reason", true, 1024), ("message", false, 32_768)]
+    {
         if let Some(schema) = properties.get_mut(field).and_then(Value::as_object_mut) {
-            schema.insert("minLength".to_owned(), json!(least));
+            if is_required {
+                schema.insert("minLength".to_owned(), json!(1));
+            }
             schema.insert("maxLength".to_owned(), json!(most));
         }
     }

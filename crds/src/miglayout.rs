@@ -1,6 +1,8 @@
 //! `MIGLayout`: wanted MIG instances. The kind is complete so that objects can be kept in Git already; nothing
 //! acts on it yet.
 
+#![expect(clippy::duplicated_attributes, reason = "each printer column has a type and a path of its own")]
+
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
