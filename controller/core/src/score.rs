@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::charge::{Sum, slot_limit};
-use crate::facts::CardFact;
+use crate::facts::{CardFact, CardMode};
 use crate::ledger::CardUsage;
 use crate::request::Policy;
 use crate::units::GpuUuid;
@@ -54,8 +54,11 @@ pub(crate) struct Fill {
 }
 
 impl Fill {
-    /// One card with `used` on it.
+    /// One card with `used` on it. A card in MIG mode has nothing that a slice could fill.
     pub(crate) fn of_card(card: &CardFact, used: &Sum) -> Self {
+        if card.mode == CardMode::Mig {
+            return Self::default();
+        }
         Self {
             used: [used.slots.into(), used.memory.into(), used.cores.into()],
             total: [slot_limit(card).into(), card.memory.0.into(), card.cores.into()],

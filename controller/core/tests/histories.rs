@@ -111,8 +111,8 @@ impl World {
             allocations: 0,
             voided: 0,
         };
-        for node in 0..NODES.len() {
-            world.log.push(Event::KubeNodeObserved(kube_fact(NODES[node], 20)));
+        for (node, name) in NODES.into_iter().enumerate() {
+            world.log.push(Event::KubeNodeObserved(kube_fact(name, 20)));
             world.report(node);
         }
         for who in 0..4 {
@@ -290,8 +290,8 @@ fn peak(allocation: &AllocationFact, uuid: &GpuUuid) -> (u64, u64, u64) {
 
 /// `log` with facts about different objects shuffled by `keys` and some repeated. What is said of one node keeps
 /// its order, as a watch delivers it; allocations need no order at all.
-fn shuffled(log: &[Event], keys: &[u32]) -> Vec<Event> {
-    let key = |at: usize| keys[at % keys.len()].wrapping_mul(at as u32 | 1);
+fn shuffled(log: &[Event], keys: &[usize]) -> Vec<Event> {
+    let key = |at: usize| keys[at % keys.len()].wrapping_mul(at | 1);
     let mut lanes: BTreeMap<String, Vec<Event>> = BTreeMap::new();
     for (at, event) in log.iter().enumerate() {
         let lane = match event {
@@ -314,7 +314,7 @@ fn shuffled(log: &[Event], keys: &[u32]) -> Vec<Event> {
         if lanes.is_empty() {
             break;
         }
-        let lane = key(at) as usize % lanes.len();
+        let lane = key(at) % lanes.len();
         out.extend(lanes[lane].next());
     }
     out
@@ -326,7 +326,7 @@ proptest! {
     #[test]
     fn no_card_is_ever_over_given(
         steps in prop::collection::vec(steps(), 1..60),
-        keys in prop::collection::vec(any::<u32>(), 1..16),
+        keys in prop::collection::vec(any::<usize>(), 1..16),
     ) {
         let mut world = World::new();
         for step in steps {

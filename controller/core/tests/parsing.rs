@@ -74,7 +74,7 @@ fn any_pod() -> impl Strategy<Value = PodView> {
 }
 
 proptest! {
-    #![proptest_config(common::config(4000))]
+    #![proptest_config(common::config(2000))]
 
     // BL-07
     #[test]

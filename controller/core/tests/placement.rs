@@ -210,6 +210,17 @@ fn what_greed_misses_the_search_finds() {
     assert_eq!(ledger.standing(&"a".into()), Some(Standing::Holds));
 }
 
+// The same with cards of one size, to the last MiB: it is what is used of them that tells them apart.
+#[test]
+fn the_search_fills_what_is_left_exactly() {
+    use ContainerKind::App;
+    let mut ledger = ledger(A, cards(2, 10_000));
+    ledger.apply(&observed(&slice("x", "GPU-0", 6000, 0)));
+    let containers = vec![wish("small", App, 1, mib(4000), 0), wish("large", App, 1, mib(10_000), 0)];
+    let fact = place(&mut ledger, "a", A, &pod(containers));
+    assert_eq!((uuids(&fact, "small")[0].as_str(), uuids(&fact, "large")[0].as_str()), ("GPU-0", "GPU-1"));
+}
+
 #[test]
 fn the_containers_of_a_pod_keep_the_rules_among_themselves() {
     use ContainerKind::{App, Init, Sidecar};

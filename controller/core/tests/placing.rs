@@ -27,7 +27,7 @@ fn requests(containers: usize, count: u32) -> impl Strategy<Value = PodRequest> 
         4 => (1_u64..=10).prop_map(|m| mib(m * 1000)),
         1 => prop::sample::select(vec![percent(1), percent(50), percent(100)]),
     ];
-    let cores = prop::sample::select(vec![0_u8, 0, 20, 40, 60, 100]);
+    let cores = prop::sample::select(vec![0_u8, 0, 20, 25, 50, 50, 60, 100]);
     let container = (kinds(), 1..=count, memory, cores);
     (prop::collection::vec(container, 1..=containers), policies(), policies()).prop_map(
         |(containers, node_policy, card_policy)| {
@@ -47,10 +47,10 @@ fn inventory(number: usize) -> impl Strategy<Value = Vec<CardFact>> {
         1 => Just(CardMode::Exclusive),
         1 => Just(CardMode::Mig),
     ];
-    let cores = prop_oneof![6 => Just(100_u32), 1 => Just(200), 1 => Just(50)];
+    let cores = prop_oneof![6 => Just(100_u32), 1 => Just(200), 3 => Just(50)];
     let card = (4_u64..=12, 1_u32..=4, cores, mode, prop::bool::weighted(0.9), prop::bool::weighted(0.05));
     prop::collection::vec(card, 1..=number).prop_map(|drawn| {
-        let plain = cards(u32::try_from(drawn.len()).unwrap(), 0);
+        let plain = cards(16, 0);
         let with = |(fact, (memory, slots, cores, mode, healthy, cordoned))| CardFact {
             memory: Mib(memory * 1000),
             slots,
@@ -156,7 +156,7 @@ fn any_way(ledger: &Ledger, request: &PodRequest, cards: usize, chosen: &mut Vec
 }
 
 proptest! {
-    #![proptest_config(common::config(3000))]
+    #![proptest_config(common::config(8000))]
 
     #[test]
     fn yes_and_no_are_both_right(

@@ -11,8 +11,9 @@ use crate::units::Mib;
 use super::Shape;
 
 /// Most steps of the exact search on one node. It runs only for pods whose containers fit one by one and not in
-/// the first way that was tried; past this the node is refused although a way might exist.
-const SEARCH_STEPS: u32 = 4096;
+/// the first way that was tried; past this the node is refused although a way might exist. A bound for pods made
+/// to be hard (15 containers over 8 uneven cards reach it, in 0.3 ms): filter asks a thousand nodes in one call.
+const SEARCH_STEPS: u32 = 2048;
 
 /// What `request` would be given on `card`.
 pub(super) fn memory_on(card: &CardFact, request: &ContainerRequest) -> Mib {

@@ -1,5 +1,6 @@
 //! What the tests of the ledger and of placement share.
 #![allow(dead_code, reason = "each test binary uses its part")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 use std::collections::BTreeMap;
 
@@ -129,17 +130,17 @@ pub fn granted(uid: &str, containers: &[ContainerGrant]) -> AllocationFact {
 }
 
 pub fn grant(name: &str, kind: ContainerKind, devices: &[(&str, u64, u8)]) -> ContainerGrant {
-    let device = |&(uuid, memory, cores): &(&str, u64, u8)| DeviceGrant {
+    let device = |&(uuid, memory, percent): &(&str, u64, u8)| DeviceGrant {
         uuid: GpuUuid::from(uuid),
         memory: Mib(memory),
-        cores: share(cores),
+        cores: share(percent),
     };
     ContainerGrant { name: name.to_owned(), kind, devices: devices.iter().map(device).collect() }
 }
 
 /// An allocation of one app container on one card.
-pub fn slice(uid: &str, uuid: &str, memory: u64, cores: u8) -> AllocationFact {
-    granted(uid, &[grant("main", ContainerKind::App, &[(uuid, memory, cores)])])
+pub fn slice(uid: &str, card: &str, memory: u64, cores: u8) -> AllocationFact {
+    granted(uid, &[grant("main", ContainerKind::App, &[(card, memory, cores)])])
 }
 
 pub fn observed(fact: &AllocationFact) -> Event {
