@@ -1,0 +1,224 @@
+//! Bind: hold the capacity, create the allocation, create the binding. Two writes; whatever comes between is looked
+//! up, never guessed.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use mullion_core::facts::Event;
+use mullion_core::units::{NodeName, PodUid};
+use mullion_crds::VGPUAllocation;
+use mullion_telemetry::pod_span;
+use mullion_telemetry::trace::{AdmissionStamp, record_admission};
+use tracing::Instrument;
+
+use super::turns::Turns;
+use super::wire::BindingArgs;
+use crate::cluster::{Cluster, full_name};
+use crate::error::Error;
+use crate::store::{Claim, PodRecord, Store};
+use crate::undo;
+
+/// How often an allocation is tried for: once, and again after a stale one was undone, and once more in case that
+/// another decider created one in between.
+const TRIES: usize = 3;
+
+/// Binds pods. One per process.
+#[derive(Debug)]
+pub struct Binder {
+    cluster: Cluster,
+    store: Arc<Store>,
+    turns: Arc<Turns<PodUid>>,
+}
+
+/// Capacity held in the ledger for a pod. Ends when dropped, unless the allocation itself has been seen by then.
+struct Hold<'a> {
+    store: &'a Store,
+    pod: PodUid,
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        self.store.write(|facts| facts.fold(&Event::HoldEnded(self.pod.clone())));
+    }
+}
+
+impl Binder {
+    /// Binds through `cluster`, decides from `store`; `turns` is shared with whoever else undoes allocations.
+    #[must_use]
+    pub const fn new(cluster: Cluster, store: Arc<Store>, turns: Arc<Turns<PodUid>>) -> Self {
+        Self { cluster, store, turns }
+    }
+
+    /// Binds a pod to a node. Returns only when it is bound for certain.
+    ///
+    /// # Errors
+    /// Why it is not, or may not be, bound; kube-scheduler tries again.
+    pub async fn bind(&self, args: &BindingArgs) -> Result<(), Error> {
+        let span = pod_span!("bind", args.pod_uid.as_str(), node = args.node, pod = args.pod_name);
+        async {
+            let result = self.serialised(args).await;
+            match &result {
+                Ok(()) => tracing::info!(namespace = args.pod_namespace, "bound pod"),
+                Err(error) => {
+                    let cause = mullion_telemetry::source_chain(error);
+                    tracing::warn!(
+                        namespace = args.pod_namespace,
+                        code = error.code(),
+                        error = cause,
+                        "bind failed"
+                    );
+                }
+            }
+            result
+        }
+        .instrument(span)
+        .await
+    }
+
+    async fn serialised(&self, args: &BindingArgs) -> Result<(), Error> {
+        self.store.ready()?;
+        let _turn = self.turns.of(args.pod_uid.as_str().into()).await;
+        let node = NodeName::from(args.node.as_str());
+        let record = self.pod(args).await?;
+        match &record.node {
+            Some(bound) if *bound == node => return Ok(()),
+            Some(bound) => {
+                let (pod, bound) = (record.full_name(), bound.0.clone());
+                return Err(Error::PodBoundElsewhere { pod, bound, node });
+            }
+            None if record.deleting => return Err(Error::PodDeleting { pod: record.full_name() }),
+            None => {}
+        }
+        let request = match record.request.clone() {
+            Ok(request) => request,
+            Err(source) => return Err(Error::Request { pod: record.full_name(), source }),
+        };
+        let allocation = match request {
+            Some(request) => {
+                let now = jiff::Timestamp::now().as_second();
+                Some(self.allocate(&record, &request, &node, now).await?)
+            }
+            // It asks for nothing of ours; we bind because we were asked to.
+            None => None,
+        };
+        match self.cluster.bind(&record.pod, &node).await {
+            Ok(()) => {}
+            Err(error) => self.settle(error, &record, &node, allocation.as_ref()).await?,
+        }
+        if let Some(stamp) = record.admission.as_ref().and_then(|text| text.parse::<AdmissionStamp>().ok()) {
+            record_admission(&args.pod_uid, &stamp);
+        }
+        Ok(())
+    }
+
+    /// The pod as it was last seen; read from the API server where it was not seen yet.
+    async fn pod(&self, args: &BindingArgs) -> Result<PodRecord, Error> {
+        if let Some(record) = self.store.read(|facts| facts.pod(&args.pod_uid).cloned())
+            && record.pod.name == args.pod_name
+            && record.pod.namespace == args.pod_namespace
+        {
+            return Ok(record);
+        }
+        let found = self.cluster.pod(&args.pod_namespace, &args.pod_name).await?;
+        let record = found.as_ref().and_then(|pod: &Pod| {
+            let defaults = self.store.read(|facts| *facts.defaults());
+            PodRecord::read(pod, &defaults)
+        });
+        record.filter(|record| record.pod.uid.as_str() == args.pod_uid).ok_or_else(|| Error::PodGone {
+            pod: format!("{}/{}", args.pod_namespace, args.pod_name),
+            uid: args.pod_uid.clone(),
+        })
+    }
+
+    /// The pod's allocation on `node`: the one that it has already, or a new one.
+    async fn allocate(
+        &self,
+        record: &PodRecord,
+        request: &mullion_core::request::PodRequest,
+        node: &NodeName,
+        now: i64,
+    ) -> Result<VGPUAllocation, Error> {
+        let mut stale = String::new();
+        for _ in 0..TRIES {
+            match self.store.claim(&record.pod, request, node, now)? {
+                Claim::Existing(object) => {
+                    tracing::info!(allocation = full_name(&object), "found the pod's allocation");
+                    return Ok(*object);
+                }
+                Claim::Stale(object) => {
+                    stale = full_name(&object);
+                    undo::undo(&self.cluster, &self.store, &object).await?;
+                }
+                Claim::Held(object) => {
+                    let _hold = Hold { store: &self.store, pod: record.pod.uid.clone() };
+                    match self.create(&object).await? {
+                        // Seen before the hold ends: the capacity is never free in between.
+                        Some(created) => self.store.write(|facts| facts.allocation_seen(created)),
+                        None => stale = full_name(&object),
+                    }
+                    let uid = record.pod.uid.as_str();
+                    let made = self.store.read(|facts| facts.allocation_of_pod(uid).cloned());
+                    if let Some(made) = made.filter(|made| made.spec.node_name == node.0 && self.stands(made))
+                    {
+                        return Ok(made);
+                    }
+                }
+            }
+        }
+        Err(Error::StaleAllocation { allocation: stale })
+    }
+
+    fn stands(&self, object: &VGPUAllocation) -> bool {
+        let uid = crate::cluster::uid(object);
+        object.metadata.deletion_timestamp.is_none()
+            && self.store.read(|facts| facts.ledger().standing(&uid))
+                == Some(mullion_core::ledger::Standing::Holds)
+    }
+
+    /// Creates an allocation, or finds the one that bears its name; `None` when there is none after all.
+    async fn create(&self, object: &VGPUAllocation) -> Result<Option<VGPUAllocation>, Error> {
+        let error = match self.cluster.create_allocation(object).await {
+            Ok(created) => return Ok(Some(created)),
+            Err(error) => error,
+        };
+        let exists = error.status().is_some_and(kube::core::Status::is_already_exists);
+        if !exists && !error.outcome_unknown() {
+            return Err(error);
+        }
+        let name = object.metadata.name.as_deref().unwrap_or_default();
+        let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
+        match self.cluster.allocation(namespace, name).await? {
+            Some(found) if found.spec.pod.uid == object.spec.pod.uid => Ok(Some(found)),
+            Some(found) => {
+                let (allocation, uid) = (full_name(&found), found.spec.pod.uid);
+                Err(Error::AllocationNameTaken { allocation, uid })
+            }
+            None if exists => Ok(None),
+            None => Err(error),
+        }
+    }
+
+    /// The binding was refused or its outcome is unknown: the pod itself says what happened.
+    async fn settle(
+        &self,
+        error: Error,
+        record: &PodRecord,
+        node: &NodeName,
+        allocation: Option<&VGPUAllocation>,
+    ) -> Result<(), Error> {
+        let found = self.cluster.pod(&record.pod.namespace, &record.pod.name).await?;
+        let same = found.as_ref().filter(|pod| pod.metadata.uid.as_deref() == Some(record.pod.uid.as_str()));
+        let bound = same.and_then(|pod| pod.spec.as_ref()).and_then(|spec| spec.node_name.as_deref());
+        if bound == Some(node.as_str()) {
+            tracing::info!(code = error.code(), "the pod is bound all the same");
+            return Ok(());
+        }
+        if let Some(allocation) = allocation {
+            undo::remove(&self.cluster, &self.store, allocation).await?;
+        }
+        Err(Error::BindUndone { pod: record.full_name(), node: node.clone(), source: Box::new(error) })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,143 @@
+//! Release ⇒ poke: capacity that comes back wakes the pods that it could serve (FS-10).
+//!
+//! kube-scheduler knows nothing of our ledger: a pod that we refused sleeps until something that it watches changes,
+//! for up to five minutes. A patch of the pod's own annotation wakes it on every version. Only pods that would fit
+//! are woken, one after the other in a copy of the ledger, so that one free slot does not wake a thousand pods; and
+//! each at most once per gain, so that a pod which cannot go there for other reasons is not woken for ever.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use mullion_core::facts::{AllocationFact, Event, PodRef};
+use mullion_core::ledger::Ledger;
+use mullion_core::request::PodRequest;
+use mullion_core::units::{AllocationUid, NodeName, PodUid};
+use mullion_crds::names::POKE_ANNOTATION;
+use tokio_util::sync::CancellationToken;
+
+use super::{Context, drive};
+use crate::store::{Facts, PodRecord};
+
+/// How long a woken pod gets to take the capacity before another is woken for it: kube-scheduler's back-off ends
+/// after 10 s.
+const ROUND: Duration = Duration::from_secs(5);
+/// Most pods that one round wakes.
+const MOST: usize = 100;
+
+/// Nodes that have gained, and who was woken for each already.
+#[derive(Debug, Default)]
+pub struct Gains {
+    open: BTreeMap<NodeName, BTreeSet<PodUid>>,
+}
+
+impl Gains {
+    /// More has become free on these nodes.
+    pub fn add(&mut self, nodes: BTreeSet<NodeName>) {
+        for node in nodes {
+            self.open.insert(node, BTreeSet::new());
+        }
+    }
+
+    /// Nothing is left to wake anybody for.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    /// Whom to wake now: by priority, then age, each for the first gained node that fits it. A node that fits nobody
+    /// new is closed.
+    pub fn round(&mut self, ledger: &Ledger, waiting: &[(&PodRef, &PodRequest)]) -> Vec<PodRef> {
+        let mut ledger = ledger.clone();
+        let mut refused: BTreeSet<(&PodRequest, &NodeName)> = BTreeSet::new();
+        let mut woken = Vec::new();
+        let mut used: BTreeSet<NodeName> = BTreeSet::new();
+        let nodes: Vec<NodeName> = self.open.keys().cloned().collect();
+        for (pod, request) in waiting {
+            if woken.len() >= MOST {
+                used.extend(nodes.iter().cloned());
+                break;
+            }
+            for node in &nodes {
+                let asked = self.open.get(node).is_some_and(|woken| woken.contains(&pod.uid));
+                if asked || refused.contains(&(*request, node)) {
+                    continue;
+                }
+                let Ok(placement) = ledger.fit(request, node) else {
+                    refused.insert((*request, node));
+                    continue;
+                };
+                ledger.apply(&Event::Held(AllocationFact {
+                    uid: AllocationUid::default(),
+                    name: String::new(),
+                    pod: (*pod).clone(),
+                    node: node.clone(),
+                    sequence: ledger.next_sequence(node),
+                    created: 0,
+                    containers: placement.containers,
+                    prepared: false,
+                    init_done: false,
+                    released: false,
+                }));
+                if let Some(asked) = self.open.get_mut(node) {
+                    asked.insert(pod.uid.clone());
+                }
+                used.insert(node.clone());
+                woken.push((*pod).clone());
+                break;
+            }
+        }
+        self.open.retain(|node, _| used.contains(node));
+        woken
+    }
+}
+
+/// Pods that kube-scheduler has tried and found no node for, in the order in which they are woken.
+fn waiting(facts: &Facts) -> Vec<&PodRecord> {
+    let mut pods: Vec<&PodRecord> = facts.pods().filter(|pod| pod.waiting() && pod.unschedulable).collect();
+    pods.sort_by_key(|pod| (Reverse(pod.priority), pod.created, pod.pod.clone()));
+    pods
+}
+
+pub(super) async fn run(context: &Context, stop: &CancellationToken) {
+    // Whoever leads anew does not know what was missed: every node may have gained.
+    let all = context.store.read(|facts| facts.ledger().nodes().cloned().collect());
+    let gains = tokio::sync::Mutex::new(Gains::default());
+    gains.lock().await.add(all);
+    drive(context, stop, || async {
+        let mut gains = gains.lock().await;
+        pass(context, &mut gains).await
+    })
+    .await;
+}
+
+async fn pass(context: &Context, gains: &mut Gains) -> Option<Duration> {
+    let gained = context.store.take_gained();
+    gains.add(gained);
+    if gains.is_empty() {
+        return None;
+    }
+    let woken: Vec<(PodRef, u64)> = context.store.read(|facts| {
+        gains.open.retain(|node, _| !facts.node(node.as_str()).is_some_and(|node| node.unschedulable));
+        let pods = waiting(facts);
+        let asks = |pod: &'_ &PodRecord| pod.request.as_ref().ok().and_then(Option::as_ref).is_some();
+        let asking: Vec<(&PodRef, &PodRequest)> = pods
+            .iter()
+            .filter(|pod| asks(pod))
+            .filter_map(|pod| Some((&pod.pod, pod.request.as_ref().ok()?.as_ref()?)))
+            .collect();
+        let woken = gains.round(facts.ledger(), &asking);
+        let pokes = |pod: &PodRef| facts.pod(pod.uid.as_str()).map_or(0, |record| record.pokes);
+        woken.into_iter().map(|pod| (pokes(&pod), pod)).map(|(pokes, pod)| (pod, pokes)).collect()
+    });
+    for (pod, pokes) in woken {
+        let number = pokes.saturating_add(1).to_string();
+        let result = context.cluster.annotate_pod(&pod, POKE_ANNOTATION, &number).await;
+        context.note("poke", &format!("{}/{}", pod.namespace, pod.name), &result);
+        tracing::debug!(pod = pod.name, namespace = pod.namespace, "woke pod");
+    }
+    (!gains.is_empty()).then_some(ROUND)
+}
+
+#[cfg(test)]
+mod tests;

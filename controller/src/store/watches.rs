@@ -1,0 +1,164 @@
+//! Watches into facts.
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::api::Api;
+use kube::core::DeserializeGuard;
+use kube::runtime::watcher::{self, Config, Event};
+use kube::runtime::{WatchStreamExt, watcher as watch};
+use kube::{Client, Resource};
+use mullion_crds::{GPUNode, VGPUAllocation, names};
+use serde::de::DeserializeOwned;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::{Change, Source, Store};
+use crate::metrics::{KindLabels, Metrics};
+
+/// Starts every watch; they run until `stop`.
+pub fn run(
+    client: &Client,
+    store: &Arc<Store>,
+    metrics: &Metrics,
+    stop: &CancellationToken,
+    tasks: &mut JoinSet<()>,
+) {
+    let scheduler = names::SCHEDULER;
+    let ours = Config::default().fields(&format!("spec.schedulerName={scheduler}"));
+    let strangers =
+        Config::default().fields(&format!("spec.schedulerName!={scheduler},status.phase=Pending"));
+    let start = Start { client, store, metrics, stop };
+    start.watch::<VGPUAllocation>(tasks, Source::Allocations, Config::default(), uid_of, |facts, change| {
+        match change {
+            Change::Seen(object) => facts.allocation_seen(*object),
+            Change::Gone(uid, _) => facts.allocation_gone(&uid.into()),
+            Change::Listed(uids) => facts.allocations_listed(&uids),
+        }
+    });
+    start.watch::<GPUNode>(
+        tasks,
+        Source::GpuNodes,
+        Config::default(),
+        name_of,
+        |facts, change| match change {
+            Change::Seen(object) => facts.gpu_node_seen(*object),
+            Change::Gone(name, _) => facts.gpu_node_gone(&name),
+            Change::Listed(names) => facts.gpu_nodes_listed(&names),
+        },
+    );
+    start.watch::<Node>(tasks, Source::Nodes, Config::default(), name_of, |facts, change| match change {
+        Change::Seen(object) => facts.node_seen(&object),
+        Change::Gone(name, _) => facts.node_gone(&name),
+        Change::Listed(names) => facts.nodes_listed(&names),
+    });
+    start.watch::<Pod>(tasks, Source::Pods, ours, uid_of, |facts, change| match change {
+        Change::Seen(object) => facts.pod_seen(&object),
+        Change::Gone(uid, last) => facts.pod_gone(uid, last.as_deref()),
+        Change::Listed(uids) => facts.pods_listed(&uids),
+    });
+    start.watch::<Pod>(tasks, Source::Strangers, strangers, uid_of, |facts, change| match change {
+        Change::Seen(object) => facts.stranger_seen(&object),
+        Change::Gone(uid, _) => facts.stranger_gone(&uid),
+        Change::Listed(uids) => facts.strangers_listed(&uids),
+    });
+}
+
+fn uid_of<K: Resource>(object: &K) -> String {
+    object.meta().uid.clone().unwrap_or_default()
+}
+
+fn name_of<K: Resource>(object: &K) -> String {
+    object.meta().name.clone().unwrap_or_default()
+}
+
+struct Start<'a> {
+    client: &'a Client,
+    store: &'a Arc<Store>,
+    metrics: &'a Metrics,
+    stop: &'a CancellationToken,
+}
+
+impl Start<'_> {
+    fn watch<K>(
+        &self,
+        tasks: &mut JoinSet<()>,
+        source: Source,
+        config: Config,
+        key: fn(&DeserializeGuard<K>) -> String,
+        fold: fn(&mut super::Facts, Change<K>),
+    ) where
+        K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+    {
+        let api: Api<DeserializeGuard<K>> = Api::all(self.client.clone());
+        let stop = self.stop.clone();
+        let (store, metrics) = (Arc::clone(self.store), self.metrics.clone());
+        tasks.spawn(async move {
+            let watch = watch(api, config).default_backoff();
+            let mut feed = Feed { source, key, listing: BTreeSet::new(), metrics };
+            let mut stream = std::pin::pin!(watch.take_until(stop.cancelled_owned()));
+            while let Some(event) = stream.next().await {
+                let Some(change) = feed.change(event) else { continue };
+                let listed = matches!(change, Change::Listed(_));
+                store.write(|facts| fold(facts, change));
+                if listed {
+                    store.synced(source);
+                }
+            }
+        });
+    }
+}
+
+/// Turns what a watch says into changes.
+struct Feed<K> {
+    source: Source,
+    key: fn(&DeserializeGuard<K>) -> String,
+    listing: BTreeSet<String>,
+    metrics: Metrics,
+}
+
+impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
+    fn change(&mut self, event: Result<Event<DeserializeGuard<K>>, watcher::Error>) -> Option<Change<K>> {
+        match event {
+            Ok(Event::Init) => {
+                self.listing.clear();
+                None
+            }
+            Ok(Event::InitApply(object)) => {
+                // One that cannot be read exists all the same: what was known of it stays.
+                self.listing.insert((self.key)(&object));
+                self.readable(object).map(Change::Seen)
+            }
+            Ok(Event::InitDone) => Some(Change::Listed(std::mem::take(&mut self.listing))),
+            Ok(Event::Apply(object)) => self.readable(object).map(Change::Seen),
+            Ok(Event::Delete(object)) => Some(Change::Gone((self.key)(&object), self.readable(object))),
+            Err(error) => {
+                let kind = self.source.name();
+                self.metrics.watch_errors.get_or_create(&KindLabels { kind }).inc();
+                tracing::warn!(kind, error = %mullion_telemetry::source_chain(&error), "watch broke, resuming");
+                None
+            }
+        }
+    }
+
+    fn readable(&self, object: DeserializeGuard<K>) -> Option<Box<K>> {
+        match object.0 {
+            Ok(object) => Some(Box::new(object)),
+            Err(invalid) => {
+                let kind = self.source.name();
+                self.metrics.invalid_objects.get_or_create(&KindLabels { kind }).inc();
+                tracing::error!(
+                    kind,
+                    namespace = invalid.metadata.namespace.as_deref().unwrap_or_default(),
+                    name = invalid.metadata.name.as_deref().unwrap_or_default(),
+                    error = invalid.error,
+                    "object passed over: it cannot be read",
+                );
+                None
+            }
+        }
+    }
+}

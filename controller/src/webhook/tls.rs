@@ -1,0 +1,97 @@
+//! The webhook's TLS side: a certificate that can be exchanged while the server runs, and the server.
+
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum_server::Handle;
+use axum_server::tls_rustls::RustlsConfig;
+use parking_lot::RwLock;
+use rustls::ServerConfig;
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use tokio_util::sync::CancellationToken;
+
+use crate::error::Error;
+
+/// How long open calls may take to end when the server stops: the API server waits 10 s for a webhook.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// The certificate shown to callers; none at first.
+#[derive(Clone, Default)]
+pub struct Identity {
+    current: Arc<RwLock<Option<Arc<CertifiedKey>>>>,
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Identity").field("loaded", &self.loaded()).finish()
+    }
+}
+
+impl Identity {
+    /// Whether there is a certificate to show.
+    #[must_use]
+    pub fn loaded(&self) -> bool {
+        self.current.read().is_some()
+    }
+
+    /// Shows this certificate from now on. Connections that are open keep theirs.
+    ///
+    /// # Errors
+    /// [`Error::CertificateBad`] when the two do not make a pair; the one before stays.
+    pub fn load(&self, secret: &str, certificate: &[u8], key: &[u8]) -> Result<(), Error> {
+        let bad = |key, reason: String| Error::CertificateBad { secret: secret.to_owned(), key, reason };
+        let chain: Vec<CertificateDer<'static>> = CertificateDer::pem_slice_iter(certificate)
+            .collect::<Result<_, _>>()
+            .map_err(|error| bad("tls.crt", error.to_string()))?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| bad("tls.key", error.to_string()))?;
+        let pair = CertifiedKey::from_der(chain, key, &ring::default_provider())
+            .map_err(|error| bad("tls.crt", error.to_string()))?;
+        *self.current.write() = Some(Arc::new(pair));
+        Ok(())
+    }
+}
+
+impl ResolvesServerCert for Identity {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        self.current.read().clone()
+    }
+}
+
+/// Serves `routes` over TLS until `stop`.
+///
+/// # Errors
+/// [`Error::Listen`] when the port is taken, [`Error::Served`] when the server breaks.
+pub async fn serve(
+    address: SocketAddr,
+    routes: Router,
+    identity: Identity,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    let what = "webhook";
+    let listen = |source| Error::Listen { what, address: address.to_string(), source };
+    let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| listen(std::io::Error::other(error)))?
+        .with_no_client_auth()
+        .with_cert_resolver(Arc::new(identity));
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let listener = TcpListener::bind(address).map_err(listen)?;
+    listener.set_nonblocking(true).map_err(listen)?;
+    let handle = Handle::new();
+    let server = axum_server::from_tcp_rustls(listener, RustlsConfig::from_config(Arc::new(config)))
+        .map_err(listen)?
+        .handle(handle.clone());
+    let drain = async move {
+        stop.cancelled().await;
+        handle.graceful_shutdown(Some(DRAIN));
+    };
+    let (served, ()) = tokio::join!(server.serve(routes.into_make_service()), drain);
+    served.map_err(|source| Error::Served { what, address: address.to_string(), source })
+}
