@@ -65,6 +65,9 @@ impl Export {
             .with_tracer(tracer.clone())
             .with_location(false)
             .with_threads(false)
+            // Else a span would start, and keep its parent, when it is entered: too early for a function that learns
+            // inside of its own span which pod it works for.
+            .with_context_activation(false)
             .with_filter(filter_fn(exported));
         spans.and_then(Tracer(tracer))
     }

@@ -60,8 +60,8 @@ pub fn admission_trace(request_uid: &str) -> TraceId {
     TraceId::from_bytes(hash(&["mullion admission", request_uid]))
 }
 
-/// Puts `span` into the trace of a pod. Call it before the span is entered: an OpenTelemetry span that has
-/// started keeps its parent.
+/// Puts `span` into the trace of a pod. Call it before the first span inside of it is made: that one takes its
+/// trace from `span` for good. (`Span::current()` at the beginning of an instrumented function is fine.)
 pub fn in_pod_trace(span: &Span, pod_uid: &str) {
     put(span, trace_id(pod_uid), root_span_id(pod_uid));
 }
@@ -89,7 +89,7 @@ fn put(span: &Span, trace: TraceId, root: SpanId) {
             span.extensions_mut().replace(InTrace(trace));
         }
     });
-    // Fails when export is off, which is fine, or when the span runs already, which the caller was told.
+    // Fails when export is off, which is fine, or when it has children already, which the caller was told.
     let _ = span.set_parent(Context::new().with_remote_span_context(remote(trace, root)));
 }
 

@@ -4,11 +4,13 @@ use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
 use mullion_telemetry::trace::{AdmissionStamp, record_admission};
-use mullion_telemetry::{Args, admission_trace, build, in_admission_trace, pod_span, root_span_id, trace_id};
+use mullion_telemetry::{
+    Args, admission_trace, build, in_admission_trace, in_pod_trace, pod_span, root_span_id, trace_id,
+};
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tracing::dispatcher::with_default;
-use tracing::{info, info_span};
+use tracing::{Span, info, info_span};
 
 use receiver::collector;
 
@@ -91,7 +93,14 @@ fn two_processes_send_one_trace_for_one_pod() {
         let _inner = info_span!("create allocation").entered();
         info!("created");
     });
-    with_default(&agent, || drop(pod_span!("prepare", UID).entered()));
+    with_default(&agent, || {
+        // The pod is known only inside of the span.
+        let _prepare = info_span!("prepare").entered();
+        info!("looking whose it is");
+        in_pod_trace(&Span::current(), UID);
+        info!("found");
+        drop(info_span!("write spec").entered());
+    });
     controller_guard.shutdown().unwrap();
     agent_guard.shutdown().unwrap();
 
@@ -111,8 +120,10 @@ fn two_processes_send_one_trace_for_one_pod() {
     let (service, prepare) = find("prepare");
     assert_eq!(service, "mullion-nodeagent");
     assert_eq!((&prepare.trace_id, &prepare.parent_span_id), (&trace, &root));
+    let (_, inner) = find("write spec");
+    assert_eq!((&inner.trace_id, &inner.parent_span_id), (&trace, &prepare.span_id));
     assert_ne!(find("filter").1.trace_id, trace);
-    assert_eq!(spans.len(), 4, "and nothing else");
+    assert_eq!(spans.len(), 5, "and nothing else");
 }
 
 #[test]
