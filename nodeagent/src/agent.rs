@@ -1,0 +1,335 @@
+//! All parts together, in the order in which they must come up: the kubelet first, from the state file; the audit log,
+//! the driver and the API server after that.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt;
+use kube::Client;
+use mullion_audit::{Entry, Event as AuditEvent};
+use mullion_core::facts::Event;
+use mullion_core::request::COUNT;
+use mullion_crds::gpunode::GPUNode;
+use mullion_crds::vgpuallocation::VGPUAllocation;
+use tokio::sync::{Mutex, mpsc, watch};
+use tokio::task::JoinSet;
+use tracing::{info, warn};
+
+use crate::api::{self, Watches};
+use crate::audit::Audit;
+use crate::checkpoint;
+use crate::config::Settings;
+use crate::device_plugin::server::{Prepare, Service};
+use crate::device_plugin::{self, slots};
+use crate::error::Error;
+use crate::events::Announcer;
+use crate::health::Watcher;
+use crate::inventory::Publisher;
+use crate::metrics::{self, Metrics};
+use crate::nvml::{self, DriverHandle};
+use crate::prepare::driver_files::Finder;
+use crate::prepare::{Preparer, files};
+use crate::release::{self, Releaser};
+use crate::state::{Key, State};
+use crate::status::Syncer;
+use crate::world::{Shared, World};
+
+/// The kernel's name of this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// How often conditions that nobody announces are looked at.
+const LOOK: Duration = Duration::from_secs(5);
+/// How long a planned stop waits for the API server.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Runs the agent until `stop` resolves, then closes the node for new pods and ends.
+///
+/// # Errors
+/// What keeps an agent from starting at all: no folder for its state, no thread, its port.
+pub async fn run(
+    settings: Settings,
+    client: Client,
+    stop: impl Future<Output = ()> + Send,
+) -> Result<(), Error> {
+    files::folder(&settings.state_dir)?;
+    let state = State::open(&settings.state_dir.join("state.db")).await?;
+    let (world, offered) = restore(&settings, &state).await?;
+    let (node, boot_id) = (world.node.clone(), world.boot_id.clone());
+    info!(%node, slots = offered.len(), allocations = world.allocations.len(), "starting");
+    let shared = Shared::new(world);
+    let metrics = Arc::new(Metrics::default());
+    let audit = Audit::new(settings.state_dir.join("audit.db"));
+    let finder =
+        Arc::new(Finder::new(settings.driver_cdi_dirs.clone(), settings.state_dir.join("nvidia-cdi.yaml")));
+
+    let mut tasks: JoinSet<Result<(), Error>> = JoinSet::new();
+    let (offer, offered) = watch::channel(Arc::new(offered));
+    let preparer = Arc::new(Preparer::new(
+        settings.clone(),
+        Arc::clone(&shared),
+        state.clone(),
+        audit.clone(),
+        Arc::clone(&finder),
+    ));
+    let prepare: Prepare = Arc::new(move |ids| {
+        let preparer = Arc::clone(&preparer);
+        async move { preparer.prepare(ids).await }.boxed()
+    });
+    let service = Service::new(offered, prepare, Arc::clone(&metrics));
+    let (registered, is_registered) = watch::channel(false);
+    tasks.spawn(device_plugin::run(settings.device_plugin_dir.clone(), service, registered));
+
+    let (facts, received) = mpsc::unbounded_channel();
+    tasks.spawn(start_log(audit.clone(), Arc::clone(&shared), state.clone(), boot_id));
+    tasks.spawn(never_fails(api::append_facts(audit.clone(), received)));
+    tasks.spawn(never_fails(keep_slots(
+        settings.clone(),
+        Arc::clone(&shared),
+        state.clone(),
+        offer,
+        is_registered.clone(),
+        facts.clone(),
+    )));
+    tasks.spawn(never_fails(keep_signs(settings.clone(), Arc::clone(&shared), finder, is_registered)));
+
+    let driver = DriverHandle::start(settings.nvml_library.clone(), Arc::clone(&metrics))?;
+    let (_events, xids) = nvml::listen(settings.nvml_library.clone(), Arc::clone(&metrics))?;
+    let watcher = Watcher {
+        driver: driver.clone(),
+        xids,
+        shared: Arc::clone(&shared),
+        audit: audit.clone(),
+        state: state.clone(),
+        settings: settings.health.clone(),
+        announcer: Announcer::new(client.clone(), Arc::clone(&shared), Arc::clone(&metrics), node),
+    };
+    tasks.spawn(never_fails(watcher.run()));
+    let registry = metrics::registry(&metrics, &shared, audit.clone());
+    tasks.spawn(metrics::serve(settings.listen, registry, Arc::clone(&shared)));
+
+    let watches = Watches {
+        client: client.clone(),
+        shared: Arc::clone(&shared),
+        state: state.clone(),
+        facts: facts.clone(),
+    };
+    tasks.spawn(never_fails(watches.run()));
+    let publisher = Publisher {
+        client: client.clone(),
+        shared: Arc::clone(&shared),
+        state: state.clone(),
+        audit: audit.clone(),
+        metrics: Arc::clone(&metrics),
+        turn: Arc::new(Mutex::new(())),
+    };
+    tasks.spawn(never_fails(publisher.clone().run()));
+    let syncer = Syncer {
+        client: client.clone(),
+        shared: Arc::clone(&shared),
+        settings: settings.clone(),
+        metrics: Arc::clone(&metrics),
+        facts,
+    };
+    tasks.spawn(never_fails(syncer.run()));
+    let releaser = Releaser {
+        client,
+        shared: Arc::clone(&shared),
+        state: state.clone(),
+        audit: audit.clone(),
+        driver,
+        settings,
+        metrics,
+    };
+    tasks.spawn(never_fails(releaser.run()));
+
+    let result = tokio::select! {
+        () = stop => Ok(()),
+        ended = tasks.join_next() => match ended {
+            Some(Ok(result)) => result,
+            // A task that panicked: the message is on stderr already.
+            Some(Err(error)) => {
+                warn!(%error, "a part of the agent ended");
+                Ok(())
+            }
+            None => Ok(()),
+        },
+    };
+    info!("closing the node for new pods");
+    shared.change(|w| w.closed = true);
+    match tokio::time::timeout(FAREWELL, publisher.publish()).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "node not closed");
+        }
+        Err(_) => warn!("node not closed: the API server does not answer"),
+    }
+    tasks.shutdown().await;
+    audit.close().await;
+    state.close().await;
+    result
+}
+
+async fn never_fails(task: impl Future<Output = ()>) -> Result<(), Error> {
+    task.await;
+    Ok(())
+}
+
+/// The world as the last run left it, and the slots that the kubelet was offered.
+async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<String>), Error> {
+    let boot_id = std::fs::read_to_string(BOOT_ID).map_err(Error::file("read", BOOT_ID))?;
+    let boot_id = boot_id.trim().to_owned();
+    let mut world = World { node: settings.node.clone(), boot_id: boot_id.clone(), ..World::default() };
+    world.node_uid = state.get(Key::NodeUid).await?.unwrap_or_default();
+    world.observation = state.get(Key::Observation).await?.unwrap_or_default();
+    world.gpunode = state.get::<GPUNode>(Key::GpuNode).await?;
+    if state.get::<String>(Key::BootId).await?.as_ref() == Some(&boot_id) {
+        world.cards = state.get(Key::Cards).await?;
+    } else {
+        // Minors and uuids of an earlier boot prove nothing; the kubelet asks again for every container.
+        release::remove_specs(&settings.cdi_dir)?;
+        state.put(Key::BootId, &boot_id).await?;
+    }
+    world.refold_node();
+    for object in state.allocations::<VGPUAllocation>().await? {
+        if object.spec.node_name == settings.node.as_str() {
+            world.see_allocation(object);
+        }
+    }
+    for grant in state.grants().await? {
+        world.mark(&grant.allocation.as_str().into(), |fact| fact.prepared = true);
+        world.grants.insert(grant.grant.clone(), grant);
+    }
+    let offered: Vec<String> = state.get(Key::Slots).await?.unwrap_or_default();
+    Ok((world, offered))
+}
+
+/// Opens the audit log; where the state file was lost, takes from the log what is held.
+async fn start_log(audit: Audit, shared: Arc<Shared>, state: State, boot_id: String) -> Result<(), Error> {
+    let node = shared.read(|w| w.node.clone());
+    audit.open(&node).await;
+    if state.fresh {
+        match audit.held(&node).await {
+            Ok((facts, grants)) => {
+                info!(allocations = facts.len(), grants = grants.len(), "rebuilt from the audit log");
+                for grant in &grants {
+                    if let Err(error) = state.put_grant(grant).await {
+                        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not kept");
+                    }
+                }
+                shared.change(|world| {
+                    for fact in facts {
+                        world.ledger.apply(&Event::AllocationObserved(fact));
+                    }
+                    for grant in grants {
+                        world.grants.entry(grant.grant.clone()).or_insert(grant);
+                    }
+                });
+            }
+            Err(error) => {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not rebuilt");
+            }
+        }
+    }
+    let event = AuditEvent::AgentStarted { boot_id, agent_version: env!("CARGO_PKG_VERSION").to_owned() };
+    if let Err(error) = audit.append(event).await {
+        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
+    }
+    std::future::pending().await
+}
+
+/// Keeps the offer to the kubelet right.
+async fn keep_slots(
+    settings: Settings,
+    shared: Arc<Shared>,
+    state: State,
+    offer: watch::Sender<Arc<Vec<String>>>,
+    mut registered: watch::Receiver<bool>,
+    facts: mpsc::UnboundedSender<Entry>,
+) {
+    let mut bell = shared.bell();
+    loop {
+        bell.borrow_and_update();
+        if let Some(cards) = shared.read(World::offer) {
+            // Hiding needs to know what is in use; the kubelet's word may be newer than ours.
+            if cards.usable < cards.total {
+                read_checkpoint(&settings.checkpoint(), &shared);
+            }
+            let slots = slots::plan(cards, &shared.read(World::slots_in_use));
+            if slots != **offer.borrow() {
+                info!(slots = slots.len(), usable = cards.usable, total = cards.total, "slots changed");
+                if let Err(error) = state.put(Key::Slots, &slots).await {
+                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "slots not kept");
+                }
+                offer.send_replace(Arc::new(slots));
+            }
+        }
+        tokio::select! {
+            rung = bell.changed() => if rung.is_err() { return },
+            turned = registered.changed() => {
+                if turned.is_err() {
+                    return;
+                }
+                if *registered.borrow_and_update() {
+                    let slots = u32::try_from(offer.borrow().len()).unwrap_or(u32::MAX);
+                    let event = AuditEvent::PluginRegistered { resource: COUNT.to_owned(), slots };
+                    let _ = facts.send(event.into());
+                }
+            }
+        }
+    }
+}
+
+fn read_checkpoint(path: &Path, shared: &Shared) {
+    let Ok(bytes) = std::fs::read(path) else { return };
+    let Ok(owners) = checkpoint::parse(&bytes, COUNT) else { return };
+    let ids: BTreeSet<String> = owners.into_iter().flat_map(|o| o.ids).collect();
+    shared.change_if(|world| {
+        let changed = world.kubelet_ids != ids;
+        world.kubelet_ids = ids;
+        changed
+    });
+}
+
+/// Keeps the conditions right that nobody announces.
+async fn keep_signs(
+    settings: Settings,
+    shared: Arc<Shared>,
+    finder: Arc<Finder>,
+    mut registered: watch::Receiver<bool>,
+) {
+    loop {
+        let specs = finder.find().await;
+        let cdi = if specs.is_empty() {
+            let dirs: Vec<_> = settings.driver_cdi_dirs.iter().map(|d| d.display().to_string()).collect();
+            Err(format!(
+                "no CDI spec of kind nvidia.com/gpu in {}, and no nvidia-ctk to make one",
+                dirs.join(", ")
+            ))
+        } else {
+            let files: Vec<_> = specs.iter().map(|s| s.file.display().to_string()).collect();
+            Ok(files.join(", "))
+        };
+        let topology = topology_policy(&settings.kubelet_config);
+        let rivals = device_plugin::rivals(&settings.device_plugin_dir);
+        let is_registered = *registered.borrow_and_update();
+        shared.change_if(|world| {
+            let before = world.signs.clone();
+            world.signs.cdi = Some(cdi);
+            world.signs.topology = topology;
+            world.signs.rivals = rivals;
+            world.signs.registered = is_registered;
+            before != world.signs
+        });
+        if matches!(tokio::time::timeout(LOOK, registered.changed()).await, Ok(Err(_))) {
+            return;
+        }
+    }
+}
+
+/// The kubelet's `topologyManagerPolicy`; `None` where its configuration cannot be read.
+fn topology_policy(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let config: serde_json::Value = serde_saphyr::from_str(&text).ok()?;
+    Some(config.get("topologyManagerPolicy").and_then(|p| p.as_str()).unwrap_or("none").to_owned())
+}

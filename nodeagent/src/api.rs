@@ -1,0 +1,336 @@
+//! What the API server says about this node: its allocations, its `GPUNode`, its Node and its pods. Each watch keeps
+//! the world up to date; what must outlive a restart goes into the state file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use futures::{Stream, StreamExt, TryStreamExt};
+use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
+use kube::runtime::watcher::{self, Event};
+use kube::runtime::{WatchStreamExt, watcher as watch};
+use kube::{Api, Client, ResourceExt};
+use mullion_audit::{Entry, Event as AuditEvent};
+use mullion_core::ledger::Standing;
+use mullion_core::units::{AllocationUid, PodUid};
+use mullion_crds::gpunode::GPUNode;
+use mullion_crds::vgpuallocation::VGPUAllocation;
+use tokio::sync::mpsc;
+use tracing::{debug, info, warn};
+
+use crate::audit::Audit;
+use crate::prepare::{allocation_ref, pod_ref, reserved, voided};
+use crate::state::{Key, State};
+use crate::world::{ContainerSeen, PodSeen, Shared};
+
+/// Watches the API server.
+pub struct Watches {
+    /// The API server.
+    pub client: Client,
+    /// The world.
+    pub shared: Arc<Shared>,
+    /// The state file.
+    pub state: State,
+    /// Facts on their way into the audit log.
+    pub facts: mpsc::UnboundedSender<Entry>,
+}
+
+impl std::fmt::Debug for Watches {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watches").finish_non_exhaustive()
+    }
+}
+
+/// Appends facts that nobody waits for, in order, until the last sender is gone.
+pub async fn append_facts(audit: Audit, mut facts: mpsc::UnboundedReceiver<Entry>) {
+    while let Some(entry) = facts.recv().await {
+        if let Err(error) = audit.append(entry).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "fact not audited");
+        }
+    }
+}
+
+/// An entry in the trace of its pod.
+fn traced(event: AuditEvent) -> Entry {
+    let trace = event.pod().map(|p| mullion_telemetry::trace_id(&p.uid).to_string());
+    let entry = Entry::from(event);
+    match trace {
+        Some(trace) => entry.traced(trace),
+        None => entry,
+    }
+}
+
+impl Watches {
+    /// Runs all watches until dropped.
+    pub async fn run(self) {
+        let node = self.shared.read(|w| w.node.0.clone());
+        let here = watcher::Config::default().fields(&format!("spec.nodeName={node}"));
+        let named = watcher::Config::default().fields(&format!("metadata.name={node}"));
+        let client = || self.client.clone();
+        tokio::join!(
+            self.allocations(watch(Api::all(client()), here.clone())),
+            self.gpunode(watch(Api::all(client()), named.clone())),
+            self.node(watch(Api::all(client()), named)),
+            self.pods(watch(Api::all(client()), here)),
+        );
+    }
+
+    async fn allocations(&self, stream: impl Stream<Item = Result<Event<VGPUAllocation>, watcher::Error>>) {
+        let mut stream = steady(stream, "allocations");
+        let mut listed = BTreeSet::new();
+        while let Some(event) = stream.next().await {
+            match event {
+                Event::Init => listed.clear(),
+                Event::InitApply(object) => {
+                    listed.insert(uid(&object));
+                    self.allocation(object).await;
+                }
+                Event::Apply(object) => self.allocation(object).await,
+                Event::Delete(object) => self.allocation_gone(&uid(&object)).await,
+                Event::InitDone => {
+                    // What the ledger has from the state file or the audit log alone may be gone, too.
+                    let gone: Vec<AllocationUid> = self.shared.read(|w| {
+                        let known = w.ledger.allocations_on(&w.node).map(|a| a.uid.clone());
+                        known.filter(|uid| !listed.contains(uid)).collect()
+                    });
+                    for uid in gone {
+                        self.allocation_gone(&uid).await;
+                    }
+                    self.shared.change(|world| world.allocations_listed = true);
+                }
+            }
+        }
+    }
+
+    async fn allocation(&self, object: VGPUAllocation) {
+        let uid = uid(&object);
+        if let Err(error) = self.state.put_allocation(uid.as_str(), &object).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "allocation not kept");
+        }
+        let (new, events) = self.shared.change(|world| {
+            let new = !world.allocations.contains_key(&uid);
+            // An allocation that comes can turn another one void, so all are looked at; the log takes each fact once.
+            world.see_allocation(object);
+            if !new {
+                return (new, Vec::new());
+            }
+            let facts: Vec<_> = world.ledger.allocations_on(&world.node).collect();
+            let events = facts.into_iter().filter_map(|fact| match world.ledger.standing(&fact.uid)? {
+                Standing::Holds if fact.uid == uid => Some(reserved(fact)),
+                standing => voided(fact, &standing),
+            });
+            (new, events.collect::<Vec<_>>())
+        });
+        if new {
+            debug!(%uid, "allocation seen");
+        }
+        for event in events {
+            let _ = self.facts.send(traced(event));
+        }
+    }
+
+    async fn allocation_gone(&self, uid: &AllocationUid) {
+        debug!(%uid, "allocation gone");
+        self.shared.change(|world| world.lose_allocation(uid));
+        // Its grants stay until the release has removed their files.
+        let granted = self.shared.read(|w| w.grants_of(uid).next().is_some());
+        if !granted && let Err(error) = self.state.forget(uid.as_str()).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "allocation not forgotten");
+        }
+    }
+
+    async fn gpunode(&self, stream: impl Stream<Item = Result<Event<GPUNode>, watcher::Error>>) {
+        let mut stream = steady(stream, "gpunode");
+        let mut listed = None;
+        while let Some(event) = stream.next().await {
+            match event {
+                Event::Init => listed = None,
+                Event::InitApply(object) => listed = Some(object),
+                Event::InitDone => self.gpunode_is(listed.take()).await,
+                Event::Apply(object) => self.gpunode_is(Some(object)).await,
+                Event::Delete(_) => self.gpunode_is(None).await,
+            }
+        }
+    }
+
+    async fn gpunode_is(&self, object: Option<GPUNode>) {
+        if let Some(object) = &object
+            && let Err(error) = self.state.put(Key::GpuNode, object).await
+        {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "GPUNode not kept");
+        }
+        self.shared.change(|world| {
+            let theirs = object.as_ref().and_then(|o| o.status.as_ref()).map_or(0, |s| s.observation);
+            world.observation = world.observation.max(theirs);
+            world.gpunode = object;
+            world.gpunode_known = true;
+            world.refold_node();
+        });
+    }
+
+    async fn node(&self, stream: impl Stream<Item = Result<Event<Node>, watcher::Error>>) {
+        let mut stream = steady(stream, "node");
+        while let Some(event) = stream.next().await {
+            let (Event::InitApply(node) | Event::Apply(node)) = event else { continue };
+            let uid = node.uid().unwrap_or_default();
+            let mut changed = false;
+            self.shared.change_if(|world| {
+                changed = world.node_uid != uid;
+                if changed {
+                    world.node_uid.clone_from(&uid);
+                    world.refold_node();
+                }
+                changed
+            });
+            if changed {
+                info!(uid, "Node object");
+                if let Err(error) = self.state.put(Key::NodeUid, &uid).await {
+                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "uid not kept");
+                }
+            }
+        }
+    }
+
+    async fn pods(&self, stream: impl Stream<Item = Result<Event<Pod>, watcher::Error>>) {
+        let mut stream = steady(stream, "pods");
+        let mut listed = BTreeMap::new();
+        while let Some(event) = stream.next().await {
+            match event {
+                Event::Init => listed.clear(),
+                Event::InitApply(pod) => {
+                    listed.insert(PodUid(pod.uid().unwrap_or_default()), seen(&pod));
+                }
+                Event::InitDone => {
+                    let all = std::mem::take(&mut listed);
+                    for (uid, pod) in &all {
+                        self.started(uid, pod);
+                    }
+                    self.shared.change(|world| world.pods = Some(all));
+                }
+                Event::Apply(pod) => {
+                    let (uid, pod) = (PodUid(pod.uid().unwrap_or_default()), seen(&pod));
+                    self.started(&uid, &pod);
+                    self.shared.change_if(|world| {
+                        let Some(pods) = world.pods.as_mut() else { return false };
+                        pods.insert(uid, pod.clone()) != Some(pod)
+                    });
+                }
+                Event::Delete(pod) => {
+                    let uid = PodUid(pod.uid().unwrap_or_default());
+                    self.shared.change_if(|world| {
+                        if world.allocation_of(&uid).is_some() {
+                            world.deleted_pods.insert(uid.clone());
+                        }
+                        world.pods.as_mut().is_some_and(|p| p.remove(&uid).is_some())
+                    });
+                }
+            }
+        }
+    }
+
+    /// Each container of ours that runs goes into the log, once per run.
+    fn started(&self, uid: &PodUid, pod: &PodSeen) {
+        let events: Vec<Entry> = self.shared.read(|w| {
+            let Some((fact, _)) = w.allocation_of(uid).filter(|(fact, _)| fact.prepared) else {
+                return Vec::new();
+            };
+            let before = w.pods.as_ref().and_then(|p| p.get(uid));
+            let running = fact.containers.iter().filter_map(|c| {
+                let id = pod.containers.get(&c.name)?.running.clone()?;
+                let known = before.and_then(|b| b.containers.get(&c.name)?.running.as_ref());
+                (known != Some(&id)).then_some((c.name.clone(), id))
+            });
+            running
+                .map(|(container, id)| {
+                    let (allocation, pod) = (allocation_ref(fact), pod_ref(&fact.pod));
+                    let event = AuditEvent::ContainerStarted { allocation, pod, container };
+                    traced(event).keyed(format!("container/{id}/started"))
+                })
+                .collect()
+        });
+        for event in events {
+            let _ = self.facts.send(event);
+        }
+    }
+}
+
+fn uid(object: &VGPUAllocation) -> AllocationUid {
+    AllocationUid(object.uid().unwrap_or_default())
+}
+
+/// A watch that goes on after errors, with a pause that grows.
+fn steady<K>(
+    stream: impl Stream<Item = Result<Event<K>, watcher::Error>>,
+    what: &'static str,
+) -> std::pin::Pin<Box<impl Stream<Item = Event<K>>>>
+where
+    K: kube::Resource + Clone + 'static,
+{
+    let stream = stream.default_backoff().inspect_err(move |error| {
+        warn!(what, error = %mullion_telemetry::source_chain(error), "watch interrupted");
+    });
+    Box::pin(stream.filter_map(|event| std::future::ready(event.ok())))
+}
+
+/// The pod, trimmed.
+fn seen(pod: &Pod) -> PodSeen {
+    let status = pod.status.as_ref();
+    let spec = pod.spec.as_ref();
+    let phase = status.and_then(|s| s.phase.as_deref()).unwrap_or_default();
+    let of = |list: Option<&Vec<ContainerStatus>>| list.cloned().unwrap_or_default();
+    let init = of(status.and_then(|s| s.init_container_statuses.as_ref()));
+    let apps = of(status.and_then(|s| s.container_statuses.as_ref()));
+    let ordinary = spec.and_then(|s| s.init_containers.as_ref()).into_iter().flatten();
+    let mut ordinary = ordinary.filter(|c| c.restart_policy.as_deref() != Some("Always"));
+    let ended_well = |name: &str| {
+        let state = init.iter().find(|s| s.name == name).and_then(|s| s.state.as_ref());
+        state.and_then(|s| s.terminated.as_ref()).is_some_and(|t| t.exit_code == 0)
+    };
+    let started =
+        |s: &ContainerStatus| s.state.as_ref().is_some_and(|s| s.running.is_some() || s.terminated.is_some());
+    let containers = init.iter().chain(&apps).map(|s| {
+        let running = s.state.as_ref().and_then(|s| s.running.as_ref()).and(s.container_id.clone());
+        (s.name.clone(), ContainerSeen { running })
+    });
+    PodSeen {
+        namespace: pod.namespace().unwrap_or_default(),
+        name: pod.name_any(),
+        ended: matches!(phase, "Succeeded" | "Failed"),
+        init_done: apps.iter().any(started) && ordinary.all(|c| ended_well(&c.name)),
+        containers: containers.collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn init_is_done_when_every_ordinary_one_ended_well_and_an_app_started() {
+        let pod = |inits: serde_json::Value, apps: serde_json::Value| -> Pod {
+            serde_json::from_value(json!({
+                "metadata": {"name": "p", "namespace": "n", "uid": "u"},
+                "spec": {"initContainers": [{"name": "i"}, {"name": "s", "restartPolicy": "Always"}], "containers": [{"name": "a"}]},
+                "status": {"phase": "Running", "initContainerStatuses": inits, "containerStatuses": apps},
+            }))
+            .unwrap()
+        };
+        let status = |name: &str, state: serde_json::Value| json!({"name": name, "state": state, "ready": false, "restartCount": 0, "image": "", "imageID": "", "containerID": "c-1"});
+        let (ok, bad) = (json!({"terminated": {"exitCode": 0}}), json!({"terminated": {"exitCode": 1}}));
+        let (running, waiting) = (json!({"running": {}}), json!({"waiting": {}}));
+        for (case, init, app, want) in [
+            ("all well", &ok, &running, true),
+            ("app crashed after", &ok, &bad, true),
+            ("init runs", &running, &waiting, false),
+            ("init failed", &bad, &waiting, false),
+            ("app not started", &ok, &waiting, false),
+        ] {
+            let seen = seen(&pod(
+                json!([status("i", init.clone()), status("s", running.clone())]),
+                json!([status("a", app.clone())]),
+            ));
+            assert_eq!(seen.init_done, want, "{case}");
+            assert_eq!(seen.containers["s"].running.as_deref(), Some("c-1"));
+        }
+    }
+}

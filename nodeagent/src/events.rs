@@ -1,0 +1,95 @@
+//! What Kubernetes users see as Events: a card that failed or came back, on the node and on the pods that have it.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Client;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use mullion_core::units::NodeName;
+use tracing::warn;
+
+use crate::error::Error;
+use crate::metrics::Metrics;
+use crate::world::Shared;
+
+/// Publishes Events.
+#[derive(Clone)]
+pub struct Announcer {
+    recorder: Recorder,
+    shared: Arc<Shared>,
+    metrics: Arc<Metrics>,
+    node: NodeName,
+}
+
+impl std::fmt::Debug for Announcer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Announcer").field("node", &self.node).finish_non_exhaustive()
+    }
+}
+
+impl Announcer {
+    /// Publishes through `client` in the name of the agent on `node`.
+    #[must_use]
+    pub fn new(client: Client, shared: Arc<Shared>, metrics: Arc<Metrics>, node: NodeName) -> Self {
+        let reporter =
+            Reporter { controller: "mullion-nodeagent".to_owned(), instance: Some(node.0.clone()) };
+        Self { recorder: Recorder::new(client, reporter), shared, metrics, node }
+    }
+
+    /// A card fell ill or is well again: one Event on the node, one on each pod that has it.
+    pub fn card(&self, uuid: &str, failed: bool, message: &str) {
+        let (type_, reason) =
+            if failed { (EventType::Warning, "CardUnhealthy") } else { (EventType::Normal, "CardRecovered") };
+        let mut objects = self.pods(uuid);
+        objects.push(self.node());
+        for object in objects {
+            let event = Event {
+                type_,
+                reason: reason.to_owned(),
+                note: Some(format!("card {uuid}: {message}")),
+                action: "CheckHealth".to_owned(),
+                secondary: None,
+            };
+            self.publish(event, object);
+        }
+    }
+
+    fn node(&self) -> ObjectReference {
+        ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Node".to_owned()),
+            name: Some(self.node.0.clone()),
+            uid: Some(self.shared.read(|w| w.node_uid.clone())).filter(|u| !u.is_empty()),
+            ..ObjectReference::default()
+        }
+    }
+
+    fn pods(&self, card: &str) -> Vec<ObjectReference> {
+        self.shared.read(|w| {
+            let held = w.ledger.allocations_on(&w.node).filter(|a| !a.released && a.prepared);
+            let held = held
+                .filter(|a| a.containers.iter().flat_map(|c| &c.devices).any(|d| d.uuid.as_str() == card));
+            held.map(|a| ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Pod".to_owned()),
+                namespace: Some(a.pod.namespace.clone()),
+                name: Some(a.pod.name.clone()),
+                uid: Some(a.pod.uid.0.clone()),
+                ..ObjectReference::default()
+            })
+            .collect()
+        })
+    }
+
+    /// In the background: an Event is never worth waiting for.
+    fn publish(&self, event: Event, object: ObjectReference) {
+        let recorder = self.recorder.clone();
+        self.metrics.api_write("events");
+        tokio::spawn(async move {
+            let what = format!("publish {} on {}", event.reason, object.name.as_deref().unwrap_or_default());
+            if let Err(error) = recorder.publish(&event, &object).await.map_err(Error::api(what)) {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "Event lost");
+            }
+        });
+    }
+}

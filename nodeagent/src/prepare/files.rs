@@ -1,0 +1,185 @@
+//! The files of a grant on the host. Everything is written under another name in the same folder and renamed, so that
+//! nobody reads half a file.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use mullion_region::usage;
+use nix::fcntl::posix_fallocate;
+
+use crate::error::Error;
+
+/// Name of the usage file in a container's folder.
+pub const USAGE_FILE: &str = "usage.cache";
+
+/// Makes a folder that only root writes, with its parents.
+///
+/// # Errors
+/// [`Error::File`], also when something that is no folder has the name.
+pub fn folder(path: &Path) -> Result<(), Error> {
+    let failed = || Error::file("create", path);
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(path).map_err(failed())?;
+    let meta = fs::symlink_metadata(path).map_err(failed())?;
+    if !meta.is_dir() {
+        return Err(failed()(io::ErrorKind::NotADirectory.into()));
+    }
+    Ok(())
+}
+
+/// Writes `bytes` to `path` so that a reader sees the old or the new content and a file of that name is always whole.
+/// The extension of the temporary name is `tmp`, which a CDI cache does not read.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
+    let fresh = temporary(path);
+    let write = || -> io::Result<()> {
+        let mut file = create(&fresh, mode)?;
+        file.write_all(bytes)?;
+        fs::rename(&fresh, path)
+    };
+    write().map_err(|source| {
+        let _ = fs::remove_file(&fresh);
+        Error::File { action: "write", path: path.to_owned(), source }
+    })
+}
+
+/// Makes a fresh usage file in `folder`, a new inode each time, so that nothing of a former process is left in it.
+/// Tenants may write the file (0666, whatever the umask), not the folder.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn usage_file(container: &Path, image: &usage::Image) -> Result<PathBuf, Error> {
+    folder(container)?;
+    let path = container.join(USAGE_FILE);
+    let fresh = temporary(&path);
+    let length = i64::try_from(usage::FILE_LEN).unwrap_or(i64::MAX);
+    let write = || -> io::Result<()> {
+        let file = create(&fresh, 0o666)?;
+        // Blocks now, so that a full disk is our error and not a tenant's SIGBUS.
+        posix_fallocate(&file, 0, length)?;
+        for (at, bytes) in image.writes() {
+            file.write_all_at(bytes, at)?;
+        }
+        fs::rename(&fresh, &path)
+    };
+    write().map_err(|source| {
+        let _ = fs::remove_file(&fresh);
+        Error::File { action: "write", path: path.clone(), source }
+    })?;
+    Ok(path)
+}
+
+fn create(path: &Path, mode: u32) -> io::Result<File> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path)?;
+    file.set_permissions(Permissions::from_mode(mode))?;
+    Ok(file)
+}
+
+fn temporary(path: &Path) -> PathBuf {
+    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or("file");
+    path.with_file_name(format!(".{name}.tmp"))
+}
+
+/// Removes a file; one that is gone is fine.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn remove(path: &Path) -> Result<(), Error> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::file("remove", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Removes a folder with what is in it, following no link; one that is gone is fine.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn remove_folder(path: &Path) -> Result<(), Error> {
+    match fs::remove_dir_all(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::file("remove", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a pod's uid and a container's name can stand in a path. The kubelet gives nothing else; a damaged
+/// checkpoint might.
+#[must_use]
+pub fn is_plain(name: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.');
+    !name.is_empty() && name.len() <= 253 && name.bytes().all(plain) && !name.starts_with('.')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mullion_region::Devices;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn a_usage_file_is_a_new_inode_every_time_and_writable_to_all_while_its_folder_is_not() {
+        let root = tempfile::tempdir().unwrap();
+        let container = root.path().join("containers/p_c");
+        let image = usage::image(&usage::UsageSpec { devices: Devices::new(), priority: 1 });
+        let first = usage_file(&container, &image).unwrap();
+        let before = fs::metadata(&first).unwrap();
+        fs::write(&first, b"what a tenant wrote").unwrap();
+        // Held open, as by a container: the number is not used again.
+        let _held = File::open(&first).unwrap();
+        let again = usage_file(&container, &image).unwrap();
+        let after = fs::metadata(&again).unwrap();
+        assert_eq!(first, again);
+        assert_ne!(before.ino(), after.ino());
+        assert_eq!((after.len(), after.mode() & 0o777), (usage::FILE_LEN as u64, 0o666));
+        assert_eq!(fs::metadata(&container).unwrap().mode() & 0o022, 0);
+        let bytes = fs::read(&again).unwrap();
+        let header = usage::read_header(after.len(), &bytes, &bytes[usage::PROC_NUM_AT..]).unwrap();
+        assert_eq!((header.proc_num, header.devices.len()), (0, 0));
+        assert_eq!(fs::read_dir(&container).unwrap().count(), 1, "nothing temporary is left");
+    }
+
+    #[test]
+    fn a_file_in_the_way_of_a_folder_is_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("x"), "").unwrap();
+        assert_eq!(folder(&root.path().join("x/y")).unwrap_err().code(), "FileFailed");
+        std::os::unix::fs::symlink(root.path(), root.path().join("link")).unwrap();
+        assert_eq!(folder(&root.path().join("link")).unwrap_err().code(), "FileFailed");
+    }
+
+    #[test]
+    fn replacing_keeps_mode_and_leaves_nothing_behind() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("page");
+        replace(&path, b"one", 0o644).unwrap();
+        replace(&path, b"two", 0o644).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o644);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+        remove(&path).unwrap();
+        remove(&path).unwrap();
+    }
+
+    #[test]
+    fn only_plain_names_stand_in_paths() {
+        for (name, want) in [
+            ("9c1f6a52-6d2e-4f3e-8f1a-0d9b8a7c6e5d", true),
+            ("main", true),
+            ("a.b", true),
+            ("", false),
+            ("..", false),
+            ("a/b", false),
+            ("a_b", false),
+            ("a\0b", false),
+        ] {
+            assert_eq!(is_plain(name), want, "{name:?}");
+        }
+    }
+}

@@ -1,0 +1,706 @@
+//! Whether a container may start with what its allocation says: a pure function, and its answers.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use mullion_core::facts::{AllocationFact, CardMode, ContainerGrant, ContainerKind, PodRef};
+use mullion_core::ledger::{Shortage, Standing};
+use mullion_core::units::{AllocationUid, CoreShare, GpuUuid, Mib, NodeName, PodUid};
+use mullion_region::{CardUuid, CorePercent, Devices, MAX_DEVICES, page, usage};
+
+use crate::checkpoint::CheckpointError;
+use crate::config::{ContainerSettings, Enforcement};
+use crate::error::Error;
+use crate::prepare::driver_files::{CardName, NoDevice};
+
+/// A card as the agent sees it now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CardView {
+    /// Its names.
+    pub name: CardName,
+    /// How it is given out.
+    pub mode: CardMode,
+    /// The driver lists it.
+    pub present: bool,
+    /// What is wrong with it; `None` for a healthy card.
+    pub fault: Option<String>,
+    /// Memory that may be granted in percent of what the card has.
+    pub memory_scaling: u32,
+}
+
+/// Everything that the decision depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct Question<'a> {
+    /// This node.
+    pub node: &'a NodeName,
+    /// The pod whose container is to start.
+    pub pod: &'a PodUid,
+    /// The container.
+    pub container: &'a str,
+    /// Number of device ids that the kubelet gave it.
+    pub ids: usize,
+    /// The pod's allocation.
+    pub allocation: Option<&'a AllocationFact>,
+    /// What the ledger makes of it.
+    pub standing: Option<&'a Standing>,
+    /// The node's cards; `None` until the driver, or the state file of this boot, has told them.
+    pub cards: Option<&'a BTreeMap<GpuUuid, CardView>>,
+    /// What happens where no limit can be applied.
+    pub enforcement: Enforcement,
+    /// The library that applies limits is installed.
+    pub library: bool,
+}
+
+/// One card given to a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GivenDevice {
+    /// The card.
+    pub card: CardName,
+    /// Memory limit.
+    pub memory: Mib,
+    /// Share of the SMs.
+    pub cores: CoreShare,
+    /// Memory that may be granted in percent of what the card has.
+    pub memory_scaling: u32,
+}
+
+/// What a container gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Given {
+    /// By which allocation.
+    pub allocation: AllocationUid,
+    /// The allocation's name.
+    pub name: String,
+    /// Whose.
+    pub pod: PodRef,
+    /// Which container.
+    pub container: String,
+    /// Its kind.
+    pub kind: ContainerKind,
+    /// Its cards in its own order.
+    pub devices: Vec<GivenDevice>,
+    /// The limits are applied by the library.
+    pub enforced: bool,
+}
+
+/// Why a container may not start. The kubelet shows the text as an Event of the pod and tries again.
+#[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "each variant's text says what it is")]
+pub enum Refusal {
+    #[error(
+        "the kubelet's checkpoint {path:?} cannot be read: see the kubelet's log; it writes the file anew"
+    )]
+    CheckpointMissing { path: PathBuf, source: std::io::Error },
+    #[error("the kubelet's checkpoint {path:?}")]
+    CheckpointDamaged { path: PathBuf, source: CheckpointError },
+    #[error("the kubelet's checkpoint {path:?} has no container with exactly the device ids {ids}")]
+    OwnerUnknown { path: PathBuf, ids: String },
+    #[error(
+        "container {container:?} of pod {pod} was admitted by another device plugin: it has no grant of Mullion; \
+         delete the pod so that it is made anew"
+    )]
+    GrantMissing { pod: PodUid, container: String },
+    #[error("pod uid {pod:?} or container name {container:?} in the kubelet's checkpoint is none")]
+    NameInvalid { pod: String, container: String },
+    #[error(
+        "pod {pod} has no VGPUAllocation after {seconds} s: it did not come through mullion-scheduler (was \
+         spec.nodeName set by hand?); delete it and create it without nodeName"
+    )]
+    NoAllocation { pod: PodUid, seconds: u64 },
+    #[error("the VGPUAllocation {name} is for node {other}, this is {node}")]
+    OtherNode { name: String, other: NodeName, node: NodeName },
+    #[error(
+        "the VGPUAllocation {name} gives nothing to container {container:?}: delete the pod so that it is placed anew"
+    )]
+    ContainerUnknown { name: String, container: String },
+    #[error(
+        "the VGPUAllocation {name} gives container {container:?} {devices} cards, the kubelet {ids} device ids: delete \
+         the pod so that it is placed anew"
+    )]
+    DeviceCountMismatch { name: String, container: String, devices: usize, ids: usize },
+    #[error(
+        "the VGPUAllocation {name} gives container {container:?} {devices} cards: at most {MAX_DEVICES} fit"
+    )]
+    TooManyDevices { name: String, container: String, devices: usize },
+    #[error("the VGPUAllocation {name} is damaged: {problem}; delete the pod so that it is placed anew")]
+    AllocationInvalid { name: String, problem: String },
+    #[error("the VGPUAllocation {name} lost against an earlier one ({by}): its pod is evicted")]
+    Void { name: String, by: Shortage },
+    #[error("the VGPUAllocation {name} is released: its pod has ended")]
+    Released { name: String },
+    #[error("the driver has not told this node's cards yet: see condition DriverReady of the GPUNode")]
+    DriverNotReady,
+    #[error("card {uuid} of VGPUAllocation {name} is not on this node any more: the pod is placed anew")]
+    DeviceGone { name: String, uuid: GpuUuid },
+    #[error("card {uuid} is unhealthy ({fault}): the container is tried again until it is well")]
+    CardUnhealthy { uuid: GpuUuid, fault: String },
+    #[error("card {uuid} has MIG mode on, which takes no slices: switch it off or delete the pod")]
+    CardInMigMode { uuid: GpuUuid },
+    #[error(
+        "init container {container:?} would run again, but what only the init containers of the pod held was given on \
+         when they had ended: the pod is placed anew"
+    )]
+    InitRerun { container: String },
+    #[error(
+        "{library:?} is not on this node, so no limit can be applied: install it, or set enforcement: report to run \
+         without limits"
+    )]
+    HookMissing { library: PathBuf },
+    #[error(
+        "no CDI spec of kind nvidia.com/gpu in {dirs}, and no nvidia-ctk to make one: run `nvidia-ctk cdi generate \
+         --output /etc/cdi/nvidia.yaml`"
+    )]
+    CdiSpecMissing { dirs: String },
+    #[error("the card's driver files are not known")]
+    CdiDeviceMissing { source: NoDevice },
+    #[error(
+        "grant {grant} would have to change within a boot (the driver or the card's device node was replaced): the pod \
+         is placed anew"
+    )]
+    GrantChanged { grant: String },
+    #[error("not prepared")]
+    Failed { source: Error },
+}
+
+impl Refusal {
+    /// The stable name of the refusal.
+    #[must_use]
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::CheckpointMissing { .. } | Self::CheckpointDamaged { .. } => "CheckpointUnreadable",
+            Self::OwnerUnknown { .. } => "OwnerUnknown",
+            Self::GrantMissing { .. } => "GrantMissing",
+            Self::NameInvalid { .. } => "NameInvalid",
+            Self::NoAllocation { .. } => "NoAllocation",
+            Self::OtherNode { .. } => "OtherNode",
+            Self::ContainerUnknown { .. } => "ContainerUnknown",
+            Self::DeviceCountMismatch { .. } => "DeviceCountMismatch",
+            Self::TooManyDevices { .. } => "TooManyDevices",
+            Self::AllocationInvalid { .. } => "AllocationInvalid",
+            Self::Void { .. } => "Void",
+            Self::Released { .. } => "Released",
+            Self::DriverNotReady => "DriverNotReady",
+            Self::DeviceGone { .. } => "DeviceGone",
+            Self::CardUnhealthy { .. } => "CardUnhealthy",
+            Self::CardInMigMode { .. } => "CardInMigMode",
+            Self::InitRerun { .. } => "InitRerun",
+            Self::HookMissing { .. } => "HookMissing",
+            Self::CdiSpecMissing { .. } => "CdiSpecMissing",
+            Self::CdiDeviceMissing { .. } => "CdiDeviceMissing",
+            Self::GrantChanged { .. } => "GrantChanged",
+            Self::Failed { source } => source.code(),
+        }
+    }
+
+    /// Whether the same call can succeed later without anybody touching the pod.
+    #[must_use]
+    pub fn retriable(&self) -> bool {
+        matches!(
+            self,
+            Self::CheckpointMissing { .. }
+                | Self::CheckpointDamaged { .. }
+                | Self::OwnerUnknown { .. }
+                | Self::NoAllocation { .. }
+                | Self::DriverNotReady
+                | Self::CardUnhealthy { .. }
+                | Self::CardInMigMode { .. }
+                | Self::HookMissing { .. }
+                | Self::CdiSpecMissing { .. }
+                | Self::CdiDeviceMissing { .. }
+                | Self::Failed { .. }
+        )
+    }
+
+    /// Whether the allocation can never be given: it is marked `Failed` so that the controller evicts its pod.
+    #[must_use]
+    pub fn fails_allocation(&self) -> bool {
+        matches!(
+            self,
+            Self::ContainerUnknown { .. }
+                | Self::DeviceCountMismatch { .. }
+                | Self::TooManyDevices { .. }
+                | Self::AllocationInvalid { .. }
+                | Self::DeviceGone { .. }
+                | Self::InitRerun { .. }
+                | Self::GrantChanged { .. }
+        )
+    }
+}
+
+/// Whether and with what the container may start.
+///
+/// # Errors
+/// The first [`Refusal`] that applies.
+pub fn decide(question: &Question<'_>, library: &std::path::Path, waited: u64) -> Result<Given, Refusal> {
+    let none = || Refusal::NoAllocation { pod: question.pod.clone(), seconds: waited };
+    let allocation = question.allocation.ok_or_else(none)?;
+    let standing = question.standing.ok_or_else(none)?;
+    let name = || allocation.name.clone();
+    if allocation.node != *question.node {
+        let (other, node) = (allocation.node.clone(), question.node.clone());
+        return Err(Refusal::OtherNode { name: name(), other, node });
+    }
+    match standing {
+        Standing::Released => return Err(Refusal::Released { name: name() }),
+        Standing::Void { by } => return Err(Refusal::Void { name: name(), by: by.clone() }),
+        Standing::Holds | Standing::DeviceGone { .. } => {}
+    }
+    let container = question.container.to_owned();
+    let grant = allocation.containers.iter().find(|c| c.name == container);
+    let grant =
+        grant.ok_or_else(|| Refusal::ContainerUnknown { name: name(), container: container.clone() })?;
+    let devices = grant.devices.len();
+    if devices != question.ids {
+        return Err(Refusal::DeviceCountMismatch { name: name(), container, devices, ids: question.ids });
+    }
+    if devices > MAX_DEVICES {
+        return Err(Refusal::TooManyDevices { name: name(), container, devices });
+    }
+    let devices = cards(question, allocation, grant)?;
+    if grant.kind == ContainerKind::Init && allocation.init_done && !fits_what_lasts(allocation, grant) {
+        return Err(Refusal::InitRerun { container });
+    }
+    if !question.library && question.enforcement == Enforcement::Required {
+        return Err(Refusal::HookMissing { library: library.to_owned() });
+    }
+    Ok(Given {
+        allocation: allocation.uid.clone(),
+        name: name(),
+        pod: allocation.pod.clone(),
+        container,
+        kind: grant.kind,
+        devices,
+        enforced: question.library,
+    })
+}
+
+fn cards(
+    question: &Question<'_>,
+    allocation: &AllocationFact,
+    grant: &ContainerGrant,
+) -> Result<Vec<GivenDevice>, Refusal> {
+    let known = question.cards.ok_or(Refusal::DriverNotReady)?;
+    let gone = |uuid: &GpuUuid| Refusal::DeviceGone { name: allocation.name.clone(), uuid: uuid.clone() };
+    let one = |device: &mullion_core::facts::DeviceGrant| {
+        let uuid = &device.uuid;
+        let card = known.get(uuid).ok_or_else(|| gone(uuid))?;
+        if !card.present && !allocation.prepared {
+            return Err(gone(uuid));
+        }
+        let fault =
+            card.fault.clone().or_else(|| (!card.present).then(|| "the driver does not list it".to_owned()));
+        if let Some(fault) = fault {
+            return Err(Refusal::CardUnhealthy { uuid: uuid.clone(), fault });
+        }
+        if card.mode == CardMode::Mig {
+            return Err(Refusal::CardInMigMode { uuid: uuid.clone() });
+        }
+        Ok(GivenDevice {
+            card: card.name.clone(),
+            memory: device.memory,
+            cores: device.cores,
+            memory_scaling: card.memory_scaling,
+        })
+    };
+    grant.devices.iter().map(one).collect()
+}
+
+/// Whether a lone init container takes no more of any card than the pod's sidecars and apps hold, which do not run
+/// while it does (the kubelet runs init containers again only in a new sandbox). Then a second run takes nothing from
+/// anybody.
+fn fits_what_lasts(allocation: &AllocationFact, init: &ContainerGrant) -> bool {
+    let position = allocation.containers.iter().position(|c| c.name == init.name).unwrap_or(0);
+    let lasting = |c: &&ContainerGrant| c.kind != ContainerKind::Init;
+    let before = allocation.containers.iter().take(position).filter(lasting);
+    let sums = |containers: Vec<&ContainerGrant>| {
+        let mut sums: BTreeMap<GpuUuid, (u64, u64, u64)> = BTreeMap::new();
+        for device in containers.into_iter().flat_map(|c| &c.devices) {
+            let sum = sums.entry(device.uuid.clone()).or_default();
+            sum.0 = sum.0.saturating_add(device.memory.0);
+            sum.1 = sum.1.saturating_add(u64::from(device.cores.get()));
+            sum.2 += 1;
+        }
+        sums
+    };
+    let again = sums(before.chain([init]).collect());
+    let held = sums(allocation.containers.iter().filter(lasting).collect());
+    again.iter().all(|(uuid, a)| held.get(uuid).is_some_and(|h| a.0 <= h.0 && a.1 <= h.1 && a.2 <= h.2))
+}
+
+/// The variables of a container, the same as HAMi's; `NVIDIA_VISIBLE_DEVICES` is `void`, since the devices come by CDI.
+#[must_use]
+pub fn environment(given: &Given, settings: &ContainerSettings, usage_file: &str) -> Vec<String> {
+    let mut env = vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()];
+    for (index, device) in given.devices.iter().enumerate() {
+        env.push(format!("CUDA_DEVICE_MEMORY_LIMIT_{index}={}m", device.memory.0));
+    }
+    if let Some(first) = given.devices.first() {
+        env.push(format!("CUDA_DEVICE_SM_LIMIT={}", first.cores.get()));
+    }
+    env.push(format!("CUDA_DEVICE_MEMORY_SHARED_CACHE={usage_file}"));
+    if given.devices.iter().any(|d| d.memory_scaling > 100) {
+        env.push("CUDA_OVERSUBSCRIBE=true".to_owned());
+    }
+    if let Some(level) = settings.libcuda_log_level {
+        env.push(format!("LIBCUDA_LOG_LEVEL={level}"));
+    }
+    if settings.disable_core_limit {
+        env.push("GPU_CORE_UTILIZATION_POLICY=disable".to_owned());
+    }
+    env
+}
+
+/// The control page and the usage file of a grant.
+///
+/// # Errors
+/// [`Refusal::AllocationInvalid`] for a limit or uuid that the layouts cannot express.
+pub fn pages(
+    given: &Given,
+    grant: &str,
+    enforcement: Enforcement,
+) -> Result<(page::PageSpec, usage::UsageSpec), Refusal> {
+    let invalid = |problem: String| Refusal::AllocationInvalid { name: given.name.clone(), problem };
+    let mut cards = Vec::new();
+    let mut usages = Vec::new();
+    for device in &given.devices {
+        let uuid = CardUuid::new(&device.card.uuid).map_err(|e| invalid(e.to_string()))?;
+        let limit = std::num::NonZeroU64::new(device.memory.bytes());
+        let limit = limit.ok_or_else(|| invalid(format!("0 MiB of card {}", device.card.uuid)))?;
+        // Best effort is not throttled: it gets what others leave.
+        let core = CorePercent::new(device.cores.get()).unwrap_or(CorePercent::WHOLE);
+        let mut card = page::PageDevice::new(uuid, limit, core);
+        if device.memory_scaling > 100 {
+            let real = u128::from(limit.get()) * 100 / u128::from(device.memory_scaling);
+            card.real_memory = u64::try_from(real).ok().and_then(std::num::NonZeroU64::new);
+        }
+        cards.push(card);
+        usages.push(usage::UsageDevice { uuid, memory_limit: limit, core });
+    }
+    let number = u64::from_str_radix(grant, 16).map_err(|_| invalid(format!("grant {grant:?}")))?;
+    let page = page::PageSpec {
+        sequence: 0,
+        heartbeat_ns: 0,
+        futex: 0,
+        enforcement: enforcement.into(),
+        grant: number,
+        devices: Devices::from_slice(&cards).map_err(|e| invalid(e.to_string()))?,
+    };
+    let usage = usage::UsageSpec {
+        devices: Devices::from_slice(&usages).map_err(|e| invalid(e.to_string()))?,
+        priority: usage::DEFAULT_PRIORITY,
+    };
+    Ok((page, usage))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mullion_core::facts::DeviceGrant;
+    use mullion_core::refusal::Code;
+    use std::path::Path;
+
+    fn device(uuid: &str, memory: u64, cores: u8) -> DeviceGrant {
+        DeviceGrant { uuid: uuid.into(), memory: Mib(memory), cores: CoreShare::new(cores).unwrap() }
+    }
+
+    fn container(name: &str, kind: ContainerKind, devices: Vec<DeviceGrant>) -> ContainerGrant {
+        ContainerGrant { name: name.to_owned(), kind, devices }
+    }
+
+    fn allocation() -> AllocationFact {
+        AllocationFact {
+            uid: "a-1".into(),
+            name: "pod-12345678".to_owned(),
+            pod: PodRef { namespace: "team".to_owned(), name: "pod".to_owned(), uid: "p-1".into() },
+            node: "node-a".into(),
+            sequence: 1,
+            created: 0,
+            containers: vec![
+                container("small", ContainerKind::Init, vec![device("GPU-0", 1000, 10)]),
+                container("big", ContainerKind::Init, vec![device("GPU-0", 9000, 10)]),
+                container("main", ContainerKind::App, vec![device("GPU-0", 3000, 30)]),
+                container("two", ContainerKind::App, vec![device("GPU-1", 500, 0), device("GPU-0", 100, 0)]),
+            ],
+            prepared: false,
+            init_done: false,
+            released: false,
+        }
+    }
+
+    fn view(index: u32) -> CardView {
+        CardView {
+            name: CardName { uuid: format!("GPU-{index}"), index, minor: index },
+            mode: CardMode::Shared,
+            present: true,
+            fault: None,
+            memory_scaling: 100,
+        }
+    }
+
+    struct Case {
+        allocation: Option<AllocationFact>,
+        standing: Option<Standing>,
+        cards: Option<BTreeMap<GpuUuid, CardView>>,
+        container: &'static str,
+        ids: usize,
+        library: bool,
+        enforcement: Enforcement,
+    }
+
+    impl Default for Case {
+        fn default() -> Self {
+            Self {
+                allocation: Some(allocation()),
+                standing: Some(Standing::Holds),
+                cards: Some([0, 1].map(|i| (format!("GPU-{i}").into(), view(i))).into()),
+                container: "main",
+                ids: 1,
+                library: true,
+                enforcement: Enforcement::Required,
+            }
+        }
+    }
+
+    impl Case {
+        fn card(mut self, uuid: &str, change: impl Fn(&mut CardView)) -> Self {
+            change(self.cards.as_mut().unwrap().get_mut(&GpuUuid::from(uuid)).unwrap());
+            self
+        }
+
+        fn fact(mut self, change: impl Fn(&mut AllocationFact)) -> Self {
+            change(self.allocation.as_mut().unwrap());
+            self
+        }
+
+        fn decide(&self) -> Result<Given, Refusal> {
+            let question = Question {
+                node: &"node-a".into(),
+                pod: &"p-1".into(),
+                container: self.container,
+                ids: self.ids,
+                allocation: self.allocation.as_ref(),
+                standing: self.standing.as_ref(),
+                cards: self.cards.as_ref(),
+                enforcement: self.enforcement,
+                library: self.library,
+            };
+            decide(&question, Path::new("/usr/local/vgpu/libvgpu.so"), 20)
+        }
+    }
+
+    #[test]
+    fn a_container_gets_its_own_cards_in_order_and_nothing_else() {
+        let given = Case { container: "two", ids: 2, ..Case::default() }.decide().unwrap();
+        let devices: Vec<_> =
+            given.devices.iter().map(|d| (d.card.uuid.as_str(), d.memory.0, d.cores.get())).collect();
+        assert_eq!(devices, [("GPU-1", 500, 0), ("GPU-0", 100, 0)]);
+        assert_eq!((given.kind, given.enforced, given.pod.name.as_str()), (ContainerKind::App, true, "pod"));
+    }
+
+    // DP-06, DP-12, BL-09, WH-09
+    #[test]
+    fn every_way_in_which_a_container_may_not_start() {
+        let by = Shortage { uuid: "GPU-0".into(), code: Code::MemoryShort, asked: 3000, free: 10 };
+        let void = Standing::Void { by };
+        let gone = Standing::DeviceGone { uuid: "GPU-0".into() };
+        for (name, case, code, fragment, retriable, fails) in [
+            (
+                "placed by hand",
+                Case { allocation: None, ..Case::default() },
+                "NoAllocation",
+                "nodeName",
+                true,
+                false,
+            ),
+            (
+                "not folded in",
+                Case { standing: None, ..Case::default() },
+                "NoAllocation",
+                "20 s",
+                true,
+                false,
+            ),
+            (
+                "another node's",
+                Case::default().fact(|a| a.node = "node-b".into()),
+                "OtherNode",
+                "node-b",
+                false,
+                false,
+            ),
+            (
+                "no such container",
+                Case { container: "x", ..Case::default() },
+                "ContainerUnknown",
+                "\"x\"",
+                false,
+                true,
+            ),
+            (
+                "too many ids",
+                Case { ids: 3, ..Case::default() },
+                "DeviceCountMismatch",
+                "1 cards, the kubelet 3",
+                false,
+                true,
+            ),
+            (
+                "too few ids",
+                Case { container: "two", ..Case::default() },
+                "DeviceCountMismatch",
+                "2 cards, the kubelet 1",
+                false,
+                true,
+            ),
+            ("void", Case { standing: Some(void), ..Case::default() }, "Void", "GPU-0", false, false),
+            (
+                "released",
+                Case { standing: Some(Standing::Released), ..Case::default() },
+                "Released",
+                "ended",
+                false,
+                false,
+            ),
+            (
+                "driver silent",
+                Case { cards: None, ..Case::default() },
+                "DriverNotReady",
+                "DriverReady",
+                true,
+                false,
+            ),
+            (
+                "card not known",
+                Case { cards: Some(BTreeMap::new()), standing: Some(gone), ..Case::default() },
+                "DeviceGone",
+                "GPU-0",
+                false,
+                true,
+            ),
+            (
+                "card vanished",
+                Case::default().card("GPU-0", |c| c.present = false),
+                "DeviceGone",
+                "GPU-0",
+                false,
+                true,
+            ),
+            (
+                "card vanished under a pod that ran",
+                Case::default().fact(|a| a.prepared = true).card("GPU-0", |c| c.present = false),
+                "CardUnhealthy",
+                "not list",
+                true,
+                false,
+            ),
+            (
+                "card ill",
+                Case::default().card("GPU-0", |c| c.fault = Some("XID 79".to_owned())),
+                "CardUnhealthy",
+                "XID 79",
+                true,
+                false,
+            ),
+            (
+                "MIG on",
+                Case::default().card("GPU-0", |c| c.mode = CardMode::Mig),
+                "CardInMigMode",
+                "MIG",
+                true,
+                false,
+            ),
+            (
+                "no library",
+                Case { library: false, ..Case::default() },
+                "HookMissing",
+                "libvgpu.so",
+                true,
+                false,
+            ),
+            (
+                "big init again",
+                Case { container: "big", ..Case::default() }.fact(|a| a.init_done = true),
+                "InitRerun",
+                "\"big\"",
+                false,
+                true,
+            ),
+        ] {
+            let refusal = case.decide().expect_err(name);
+            assert_eq!(
+                (refusal.code(), refusal.retriable(), refusal.fails_allocation()),
+                (code, retriable, fails),
+                "{name}"
+            );
+            assert!(refusal.to_string().contains(fragment), "{name}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn what_must_not_stop_a_container() {
+        for (name, case) in [
+            ("another card is ill", Case::default().card("GPU-1", |c| c.fault = Some("XID 79".to_owned()))),
+            ("a restart", Case::default().fact(|a| a.prepared = true)),
+            ("an init container that crashed", Case { container: "big", ..Case::default() }),
+            (
+                "a new sandbox, small init",
+                Case { container: "small", ..Case::default() }.fact(|a| a.init_done = true),
+            ),
+            ("its apps after init", Case::default().fact(|a| a.init_done = true)),
+            ("report", Case { library: false, enforcement: Enforcement::Report, ..Case::default() }),
+        ] {
+            let given = case.decide().unwrap_or_else(|e| panic!("{name}: {e}"));
+            assert_eq!(given.enforced, case.library, "{name}");
+        }
+    }
+
+    #[test]
+    fn the_environment_is_hamis() {
+        let mut given = Case { container: "two", ids: 2, ..Case::default() }.decide().unwrap();
+        let plain = ContainerSettings::default();
+        assert_eq!(
+            environment(&given, &plain, "/usr/local/vgpu/usage.cache"),
+            [
+                "NVIDIA_VISIBLE_DEVICES=void",
+                "CUDA_DEVICE_MEMORY_LIMIT_0=500m",
+                "CUDA_DEVICE_MEMORY_LIMIT_1=100m",
+                "CUDA_DEVICE_SM_LIMIT=0",
+                "CUDA_DEVICE_MEMORY_SHARED_CACHE=/usr/local/vgpu/usage.cache",
+            ]
+        );
+        given.devices[1].memory_scaling = 150;
+        let all = ContainerSettings { libcuda_log_level: Some(4), disable_core_limit: true };
+        let env = environment(&given, &all, "/u");
+        assert_eq!(
+            env[5..],
+            ["CUDA_OVERSUBSCRIBE=true", "LIBCUDA_LOG_LEVEL=4", "GPU_CORE_UTILIZATION_POLICY=disable"]
+        );
+    }
+
+    #[test]
+    fn the_pages_say_what_was_given() {
+        let mut given = Case { container: "two", ids: 2, ..Case::default() }.decide().unwrap();
+        given.devices[1].memory_scaling = 200;
+        let (page, usage) = pages(&given, "00000000000000ff", Enforcement::Report).unwrap();
+        assert_eq!((page.grant, page.enforcement), (255, page::Enforcement::Report));
+        let seen: Vec<_> = page
+            .devices
+            .iter()
+            .map(|d| {
+                (
+                    d.uuid.as_str(),
+                    d.memory_limit.get() >> 20,
+                    d.core.get(),
+                    d.real_memory.map(|m| m.get() >> 20),
+                )
+            })
+            .collect();
+        assert_eq!(seen, [("GPU-1", 500, 100, None), ("GPU-0", 100, 100, Some(50))]);
+        assert_eq!(usage.devices.len(), 2);
+        given.devices[0].memory = Mib(0);
+        assert_eq!(
+            pages(&given, "00000000000000ff", Enforcement::Report).unwrap_err().code(),
+            "AllocationInvalid"
+        );
+    }
+}

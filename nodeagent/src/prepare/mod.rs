@@ -1,0 +1,403 @@
+//! `PreStartContainer`: from a set of device ids to a container's own devices.
+//!
+//! [`grant`] decides, [`driver_files`] and [`cdi`] say what the runtime is told, [`files`] writes it; this file is the
+//! shell: who owns the ids, what is their allocation, log it, write it, remember it, answer.
+
+pub mod cdi;
+pub mod driver_files;
+pub mod files;
+pub mod grant;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use mullion_audit::{AllocationRef, ContainerKind, Entry, Event as AuditEvent, PodRef, Share};
+use mullion_core::facts::{AllocationFact, ContainerKind as CoreKind};
+use mullion_core::ledger::Standing;
+use mullion_core::request::COUNT;
+use tokio::time::Instant;
+use tracing::{Span, debug, info, instrument, warn};
+
+use crate::audit::Audit;
+use crate::checkpoint::{self, Owner};
+use crate::config::Settings;
+use crate::error::Error;
+use crate::state::{Grant, State};
+use crate::world::{Driver, Refused, Shared};
+use driver_files::{DriverSpec, Finder};
+pub use grant::{CardView, Given, Question, Refusal, decide};
+
+/// Where the container finds its control page.
+pub const PAGE_IN_CONTAINER: &str = "/usr/local/vgpu/control.page";
+/// Where the container finds its usage file.
+pub const USAGE_IN_CONTAINER: &str = "/usr/local/vgpu/usage.cache";
+/// Where the container finds the library, which its preload file names.
+pub const LIBRARY_IN_CONTAINER: &str = "/usr/local/vgpu/libvgpu.so";
+
+/// How long the pod's allocation may take to arrive. A refusal costs the pod 10 to 15 s of back-off, so waiting is
+/// better; the kubelet gives a call 30 s.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How long the kubelet's checkpoint may be missing or lack the ids: it is written before the pod is admitted.
+const CHECKPOINT_PATIENCE: Duration = Duration::from_secs(2);
+/// Pause between two looks at it.
+const CHECKPOINT_PAUSE: Duration = Duration::from_millis(25);
+/// Locks of pods: two calls about one pod write the same files.
+const LOCKS: usize = 32;
+
+/// Prepares containers.
+#[derive(Debug)]
+pub struct Preparer {
+    settings: Settings,
+    shared: Arc<Shared>,
+    state: State,
+    audit: Audit,
+    finder: Arc<Finder>,
+    locks: [tokio::sync::Mutex<()>; LOCKS],
+}
+
+impl Preparer {
+    /// Puts one together.
+    #[must_use]
+    pub fn new(
+        settings: Settings,
+        shared: Arc<Shared>,
+        state: State,
+        audit: Audit,
+        finder: Arc<Finder>,
+    ) -> Self {
+        let locks = std::array::from_fn(|_| tokio::sync::Mutex::default());
+        Self { settings, shared, state, audit, finder, locks }
+    }
+
+    /// Prepares every container that owns exactly `ids`. An init container and a later one of the same pod can share a
+    /// set, and the kubelet does not say which of them it is about to start: each has its own grant, so all that may
+    /// start are prepared, and one is enough for a good answer.
+    ///
+    /// # Errors
+    /// The [`Refusal`] of the first owner when none may start.
+    pub async fn prepare(&self, ids: BTreeSet<String>) -> Result<(), Refusal> {
+        let deadline = Instant::now() + PATIENCE;
+        let mut refused = Vec::new();
+        let mut prepared = 0;
+        for owner in self.owners(&ids).await? {
+            match self.one(&owner, deadline).await {
+                Ok(()) => prepared += 1,
+                Err(refusal) => {
+                    debug!(pod = %owner.pod, container = owner.container, code = refusal.code(), "owner refused");
+                    refused.push((owner, refusal));
+                }
+            }
+        }
+        // Beside a container that may start, the others are those whose turn it is not.
+        if prepared > 0 {
+            return Ok(());
+        }
+        for (owner, refusal) in &refused {
+            self.note(owner, refusal).await;
+        }
+        refused.into_iter().next().map_or(Ok(()), |(_, refusal)| Err(refusal))
+    }
+
+    async fn owners(&self, ids: &BTreeSet<String>) -> Result<Vec<Owner>, Refusal> {
+        let deadline = Instant::now() + CHECKPOINT_PATIENCE;
+        loop {
+            let found = self.look_up(ids).await;
+            match found {
+                Ok(owners) => return Ok(owners),
+                Err(refusal) if Instant::now() >= deadline => return Err(refusal),
+                Err(_) => tokio::time::sleep(CHECKPOINT_PAUSE).await,
+            }
+        }
+    }
+
+    async fn look_up(&self, ids: &BTreeSet<String>) -> Result<Vec<Owner>, Refusal> {
+        let path = self.settings.checkpoint();
+        let bytes = tokio::fs::read(&path)
+            .await
+            .map_err(|source| Refusal::CheckpointMissing { path: path.clone(), source })?;
+        let all = checkpoint::parse(&bytes, COUNT)
+            .map_err(|source| Refusal::CheckpointDamaged { path: path.clone(), source })?;
+        self.shared.change_if(|world| {
+            let known: BTreeSet<String> = all.iter().flat_map(|o| o.ids.iter().cloned()).collect();
+            let changed = world.kubelet_ids != known;
+            world.kubelet_ids = known;
+            changed
+        });
+        let owners = checkpoint::owners_of(&all, ids);
+        if owners.is_empty() {
+            let ids = ids.iter().cloned().collect::<Vec<_>>().join(", ");
+            return Err(Refusal::OwnerUnknown { path, ids });
+        }
+        Ok(owners)
+    }
+
+    #[instrument(skip_all, fields(pod_uid = %owner.pod, container = owner.container))]
+    async fn one(&self, owner: &Owner, deadline: Instant) -> Result<(), Refusal> {
+        mullion_telemetry::in_pod_trace(&Span::current(), owner.pod.as_str());
+        if !files::is_plain(owner.pod.as_str()) || !files::is_plain(&owner.container) {
+            let (pod, container) = (owner.pod.0.clone(), owner.container.clone());
+            return Err(Refusal::NameInvalid { pod, container });
+        }
+        let Some(grant) = &owner.grant else {
+            return Err(Refusal::GrantMissing { pod: owner.pod.clone(), container: owner.container.clone() });
+        };
+        self.wait(owner, deadline).await;
+        let specs = self.finder.find().await;
+        let library = self.settings.library().exists();
+        // Decided and counted under one lock: two calls never give the same capacity twice.
+        let (given, restart) = self.shared.change(|world| {
+            let found = world.allocation_of(&owner.pod);
+            let (allocation, standing) = match &found {
+                Some((fact, standing)) => (Some(*fact), standing.as_ref()),
+                None => (None, None),
+            };
+            let restart = allocation.is_some_and(|a| a.prepared);
+            let cards = world.card_views();
+            let question = Question {
+                node: &world.node,
+                pod: &owner.pod,
+                container: &owner.container,
+                ids: owner.ids.len(),
+                allocation,
+                standing,
+                cards: cards.as_ref(),
+                enforcement: self.settings.enforcement,
+                library,
+            };
+            let given = decide(&question, &self.settings.library(), PATIENCE.as_secs())?;
+            // Of its capacity nothing may go to an earlier decision from now on, so it counts as prepared at once.
+            // Where a step below fails, that errs to the safe side until the agent starts anew.
+            world.mark(&given.allocation, |fact| fact.prepared = true);
+            Ok((given, restart))
+        })?;
+        let _turn = match self.locks.get(lock_of(owner.pod.as_str())) {
+            Some(lock) => Some(lock.lock().await),
+            None => None,
+        };
+        let spec = self.spec(&given, grant, &specs, library)?;
+        self.log(&given, grant, owner).await?;
+        self.write(&given, grant, &spec)?;
+        let record = Grant {
+            grant: grant.clone(),
+            allocation: given.allocation.0.clone(),
+            pod: owner.pod.0.clone(),
+            container: owner.container.clone(),
+            device_ids: owner.ids.iter().cloned().collect(),
+            enforced: given.enforced,
+        };
+        self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
+        self.shared.change(|world| {
+            world.refused.remove(&given.allocation);
+            world.grants.insert(grant.clone(), record);
+        });
+        let cards: Vec<&str> = given.devices.iter().map(|d| d.card.uuid.as_str()).collect();
+        info!(namespace = given.pod.namespace, pod = given.pod.name, grant, ?cards, restart, "prepared");
+        Ok(())
+    }
+
+    /// Waits for the pod's allocation, and before a first start for the driver's word on the cards.
+    async fn wait(&self, owner: &Owner, deadline: Instant) {
+        let mut bell = self.shared.bell();
+        loop {
+            bell.borrow_and_update();
+            let ready = self.shared.read(|w| {
+                w.allocation_of(&owner.pod)
+                    .is_some_and(|(fact, _)| fact.prepared || w.driver != Driver::Unknown)
+            });
+            if ready || !matches!(tokio::time::timeout_at(deadline, bell.changed()).await, Ok(Ok(()))) {
+                return;
+            }
+        }
+    }
+
+    fn spec(
+        &self,
+        given: &Given,
+        grant: &str,
+        specs: &[DriverSpec],
+        library: bool,
+    ) -> Result<cdi::Spec, Refusal> {
+        if specs.is_empty() {
+            let dirs = self.settings.driver_cdi_dirs.iter().map(|d| d.display().to_string());
+            return Err(Refusal::CdiSpecMissing { dirs: dirs.collect::<Vec<_>>().join(", ") });
+        }
+        let cards: Vec<_> = given.devices.iter().map(|d| d.card.clone()).collect();
+        let (version, mut edits) =
+            driver_files::edits_for(specs, &cards).map_err(|source| Refusal::CdiDeviceMissing { source })?;
+        for variable in grant::environment(given, &self.settings.container, USAGE_IN_CONTAINER) {
+            edits.set_variable(variable);
+        }
+        let mut mount = |host: &Path, container: &str, mode: &str| {
+            edits.mounts.retain(|m| m.container_path != container);
+            edits.mounts.push(cdi::Mount {
+                host_path: host.display().to_string(),
+                container_path: container.to_owned(),
+                options: [mode, "nosuid", "nodev", "bind"].map(str::to_owned).to_vec(),
+                ..cdi::Mount::default()
+            });
+        };
+        mount(&self.settings.pages_dir().join(grant), PAGE_IN_CONTAINER, "ro");
+        mount(&self.container_folder(given).join(files::USAGE_FILE), USAGE_IN_CONTAINER, "rw");
+        if library {
+            mount(&self.settings.library(), LIBRARY_IN_CONTAINER, "ro");
+            mount(&self.settings.preload(), "/etc/ld.so.preload", "ro");
+        }
+        Ok(cdi::grant_spec(grant, &version, edits))
+    }
+
+    fn container_folder(&self, given: &Given) -> std::path::PathBuf {
+        container_folder(&self.settings, given.pod.uid.as_str(), &given.container)
+    }
+
+    /// First in the log, then on disk: a container that ran is never missing from the log.
+    async fn log(&self, given: &Given, grant: &str, owner: &Owner) -> Result<(), Refusal> {
+        let share = |d: &grant::GivenDevice| Share {
+            card: d.card.uuid.clone(),
+            memory_mib: d.memory.0,
+            core_percent: u32::from(d.cores.get()),
+            mig: None,
+        };
+        let prepared = AuditEvent::Prepared {
+            allocation: AllocationRef { uid: given.allocation.0.clone(), name: given.name.clone() },
+            pod: pod_ref(&given.pod),
+            container: given.container.clone(),
+            container_kind: kind(given.kind),
+            grant: grant.to_owned(),
+            device_ids: owner.ids.iter().cloned().collect(),
+            devices: given.devices.iter().map(share).collect(),
+        };
+        let reserved = self.shared.read(|w| w.ledger.allocation(&given.allocation).map(reserved));
+        let trace = mullion_telemetry::trace_id(owner.pod.as_str()).to_string();
+        let entries = reserved.into_iter().chain([prepared]).map(|e| Entry::from(e).traced(trace.clone()));
+        self.audit.append_many(entries.collect()).await.map_err(|source| Refusal::Failed { source })?;
+        Ok(())
+    }
+
+    fn write(&self, given: &Given, grant: &str, spec: &cdi::Spec) -> Result<(), Refusal> {
+        let (page, usage) = grant::pages(given, grant, self.settings.enforcement)?;
+        let failed = |source| Refusal::Failed { source };
+        let pages = self.settings.pages_dir();
+        files::folder(&pages).map_err(failed)?;
+        files::replace(&pages.join(grant), &mullion_region::page::encode(&page), 0o644).map_err(failed)?;
+        files::usage_file(&self.container_folder(given), &mullion_region::usage::image(&usage))
+            .map_err(failed)?;
+        if given.enforced {
+            let preload = self.settings.preload();
+            let want = format!("{LIBRARY_IN_CONTAINER}\n");
+            if std::fs::read_to_string(&preload).ok().as_deref() != Some(want.as_str()) {
+                files::replace(&preload, want.as_bytes(), 0o644).map_err(failed)?;
+            }
+        }
+        files::folder(&self.settings.cdi_dir).map_err(failed)?;
+        let path = self.settings.cdi_dir.join(cdi::file_name(grant));
+        let exists = |path: &str| Path::new(path).exists();
+        match std::fs::read(&path).ok().map(|bytes| serde_json::from_slice::<cdi::Spec>(&bytes)) {
+            Some(Ok(old)) if cdi::still_true(&old, spec, exists) => return Ok(()),
+            // The runtime may have it in its cache: another content under the same name is never written.
+            Some(Ok(_)) => return Err(Refusal::GrantChanged { grant: grant.to_owned() }),
+            // Not one of our files, since those are renamed into place whole.
+            Some(Err(_)) | None => {}
+        }
+        let text = serde_json::to_vec_pretty(spec)
+            .map_err(|source| failed(Error::StateValue { what: "CDI spec", source }))?;
+        files::replace(&path, &text, 0o644).map_err(failed)
+    }
+
+    /// Logs a refusal, and marks an allocation that can never be given.
+    async fn note(&self, owner: &Owner, refusal: &Refusal) {
+        let message = mullion_telemetry::source_chain(refusal);
+        let mut allocation = None;
+        self.shared.change_if(|world| {
+            let found = world.allocation_of(&owner.pod).map(|(fact, _)| fact.clone());
+            let changed = found.as_ref().is_some_and(|fact| {
+                let void = matches!(refusal, Refusal::Void { .. });
+                if !void && !refusal.fails_allocation() {
+                    return false;
+                }
+                let refused = Refused { code: refusal.code(), message: message.clone(), void };
+                world.refused.insert(fact.uid.clone(), refused.clone()) != Some(refused)
+            });
+            allocation = found;
+            changed
+        });
+        let event = AuditEvent::PrepareRefused {
+            allocation: allocation.as_ref().map(allocation_ref),
+            pod: allocation.as_ref().map(|a| pod_ref(&a.pod)),
+            container: Some(owner.container.clone()),
+            device_ids: owner.ids.iter().cloned().collect(),
+            code: refusal.code().to_owned(),
+            message,
+        };
+        let trace = mullion_telemetry::trace_id(owner.pod.as_str()).to_string();
+        if let Err(error) = self.audit.append(Entry::from(event).traced(trace)).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "refusal not audited");
+        }
+    }
+}
+
+/// The folder of a container's usage file.
+#[must_use]
+pub fn container_folder(settings: &Settings, pod: &str, container: &str) -> std::path::PathBuf {
+    settings.containers_dir().join(format!("{pod}_{container}"))
+}
+
+fn lock_of(pod: &str) -> usize {
+    pod.bytes().fold(0_usize, |sum, byte| sum.wrapping_mul(31).wrapping_add(usize::from(byte))) % LOCKS
+}
+
+const fn kind(kind: CoreKind) -> ContainerKind {
+    match kind {
+        CoreKind::Init => ContainerKind::Init,
+        CoreKind::Sidecar => ContainerKind::Sidecar,
+        CoreKind::App => ContainerKind::App,
+    }
+}
+
+/// The pod as the audit log names it.
+#[must_use]
+pub fn pod_ref(pod: &mullion_core::facts::PodRef) -> PodRef {
+    PodRef { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.0.clone() }
+}
+
+/// The allocation as the audit log names it.
+#[must_use]
+pub fn allocation_ref(fact: &AllocationFact) -> AllocationRef {
+    AllocationRef { uid: fact.uid.0.clone(), name: fact.name.clone() }
+}
+
+/// The audit event of an allocation that fits.
+#[must_use]
+pub fn reserved(fact: &AllocationFact) -> AuditEvent {
+    let share = |d: &mullion_core::facts::DeviceGrant| Share {
+        card: d.uuid.0.clone(),
+        memory_mib: d.memory.0,
+        core_percent: u32::from(d.cores.get()),
+        mig: None,
+    };
+    let container = |c: &mullion_core::facts::ContainerGrant| mullion_audit::ContainerShares {
+        name: c.name.clone(),
+        kind: kind(c.kind),
+        devices: c.devices.iter().map(share).collect(),
+    };
+    AuditEvent::AllocationReserved {
+        allocation: allocation_ref(fact),
+        pod: pod_ref(&fact.pod),
+        sequence: fact.sequence,
+        created: fact.created,
+        containers: fact.containers.iter().map(container).collect(),
+    }
+}
+
+/// The audit event of an allocation that lost; `None` for one that did not.
+#[must_use]
+pub fn voided(fact: &AllocationFact, standing: &Standing) -> Option<AuditEvent> {
+    let Standing::Void { by } = standing else { return None };
+    Some(AuditEvent::AllocationVoided {
+        allocation: allocation_ref(fact),
+        pod: pod_ref(&fact.pod),
+        code: by.code.as_str().to_owned(),
+        message: by.to_string(),
+    })
+}

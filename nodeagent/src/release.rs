@@ -1,0 +1,501 @@
+//! The end of an allocation: seen over, proved gone, files removed, written down, let go.
+//!
+//! What starts it is a pod that has ended or is gone, never a deletion timestamp of the allocation (a namespace that is
+//! deleted marks allocations while pods run). What frees the capacity is proof: the pod's cgroup is gone in every
+//! hierarchy and none of its processes is on its cards.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client, ResourceExt};
+use mullion_audit::{Entry, Event as AuditEvent};
+use mullion_core::facts::AllocationFact;
+use mullion_core::units::{AllocationUid, PodUid};
+use mullion_crds::names::{AGENT_MANAGER, FINALIZER};
+use mullion_crds::vgpuallocation::{Phase, VGPUAllocation};
+use serde_json::json;
+use tokio::time::Instant;
+use tracing::{debug, info, warn};
+
+use crate::audit::Audit;
+use crate::cgroup::{self, Cgroups};
+use crate::config::Settings;
+use crate::error::Error;
+use crate::metrics::Metrics;
+use crate::nvml::DriverHandle;
+use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
+use crate::state::State;
+use crate::status::{self, Claim};
+use crate::world::{Driver, Shared, World};
+
+/// How often proof is looked for while something is being released.
+const POLL: Duration = Duration::from_millis(100);
+/// Longest pause between two tries of a step that fails.
+const SLOWEST: Duration = Duration::from_secs(5);
+/// A pod that is bound here but was never seen: how long its watch may lag before the API server is asked.
+const LAG: Duration = Duration::from_secs(3);
+/// How often files without an owner are looked for, and how old they must be.
+const SWEEP: Duration = Duration::from_mins(1);
+
+/// Why an allocation is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Its pod succeeded or failed.
+    PodEnded,
+    /// Its pod is deleted.
+    PodGone,
+}
+
+impl End {
+    const fn code(self) -> &'static str {
+        match self {
+            Self::PodEnded => "PodEnded",
+            Self::PodGone => "PodGone",
+        }
+    }
+}
+
+/// What the world says of an allocation's pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    /// It lives, or nothing is known yet.
+    Lives,
+    /// It is over.
+    Over(End),
+    /// It is not among the node's pods and was not seen to go: ask.
+    Missing,
+}
+
+/// Judges an allocation's pod.
+#[must_use]
+pub fn life(world: &World, object: &VGPUAllocation) -> Life {
+    let pod = PodUid(object.spec.pod.uid.clone());
+    if world.deleted_pods.contains(&pod) {
+        return Life::Over(End::PodGone);
+    }
+    match &world.pods {
+        None => Life::Lives,
+        Some(pods) => match pods.get(&pod) {
+            Some(pod) if pod.ended => Life::Over(End::PodEnded),
+            Some(_) => Life::Lives,
+            None => Life::Missing,
+        },
+    }
+}
+
+/// Releases what is over.
+pub struct Releaser {
+    /// The API server.
+    pub client: Client,
+    /// The world.
+    pub shared: Arc<Shared>,
+    /// The state file.
+    pub state: State,
+    /// The audit log.
+    pub audit: Audit,
+    /// The driver.
+    pub driver: DriverHandle,
+    /// Where things are.
+    pub settings: Settings,
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+}
+
+impl std::fmt::Debug for Releaser {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Releaser").finish_non_exhaustive()
+    }
+}
+
+/// One allocation on its way out.
+#[derive(Debug)]
+struct Leaving {
+    end: End,
+    /// When it is looked at again.
+    at: Instant,
+    pause: Duration,
+}
+
+impl Releaser {
+    /// Runs until dropped. Sleeps while nothing is over.
+    pub async fn run(self) {
+        let cgroups = Cgroups::new(self.settings.cgroup_mount.clone(), &self.settings.cgroup_root);
+        let mut bell = self.shared.bell();
+        let mut leaving: BTreeMap<AllocationUid, Leaving> = BTreeMap::new();
+        let mut missing: BTreeMap<AllocationUid, Instant> = BTreeMap::new();
+        let mut sweep = Instant::now();
+        loop {
+            bell.borrow_and_update();
+            self.find(&mut leaving, &mut missing).await;
+            let now = Instant::now();
+            let due: Vec<AllocationUid> =
+                leaving.iter().filter(|(_, l)| l.at <= now).map(|(uid, _)| uid.clone()).collect();
+            for uid in due {
+                let Some(entry) = leaving.get_mut(&uid) else { continue };
+                match self.step(&uid, entry.end, &cgroups).await {
+                    Ok(true) => {
+                        leaving.remove(&uid);
+                    }
+                    Ok(false) => {
+                        entry.at = Instant::now() + POLL;
+                        entry.pause = POLL;
+                    }
+                    Err(error) => {
+                        if !status::is_stale(&error) {
+                            warn!(%uid, code = error.code(), error = %mullion_telemetry::source_chain(&error), "release waits");
+                        }
+                        entry.at = Instant::now() + entry.pause;
+                        entry.pause = entry.pause.saturating_mul(2).min(SLOWEST);
+                    }
+                }
+            }
+            if sweep <= Instant::now() {
+                self.sweep(&cgroups).await;
+                sweep = Instant::now() + SWEEP;
+            }
+            let next = leaving.values().map(|l| l.at).chain(missing.values().copied()).chain([sweep]).min();
+            if matches!(tokio::time::timeout_at(next.unwrap_or(sweep), bell.changed()).await, Ok(Err(_))) {
+                return;
+            }
+        }
+    }
+
+    /// Finds what is over, and closes it to `PreStartContainer` at once: after that, a cgroup that is gone cannot come
+    /// back with a device in it.
+    async fn find(
+        &self,
+        leaving: &mut BTreeMap<AllocationUid, Leaving>,
+        missing: &mut BTreeMap<AllocationUid, Instant>,
+    ) {
+        let mut over = Vec::new();
+        let mut absent = Vec::new();
+        self.shared.read(|w| {
+            leaving.retain(|uid, _| w.allocations.contains_key(uid));
+            for (uid, object) in &w.allocations {
+                let ours = object.finalizers().iter().any(|f| f == FINALIZER);
+                if !ours || leaving.contains_key(uid) {
+                    continue;
+                }
+                match life(w, object) {
+                    Life::Lives => {}
+                    Life::Over(end) => over.push((uid.clone(), end)),
+                    Life::Missing => absent.push((uid.clone(), Arc::clone(object))),
+                }
+            }
+        });
+        missing.retain(|uid, _| absent.iter().any(|(a, _)| a == uid));
+        for (uid, object) in absent {
+            let now = Instant::now();
+            // Between the allocation's creation and the pod's binding this is the rule.
+            let lag = if object.metadata.deletion_timestamp.is_some() { Duration::ZERO } else { LAG };
+            let ask = *missing.entry(uid.clone()).or_insert(now + lag);
+            if ask > now {
+                continue;
+            }
+            match self.is_gone(&object).await {
+                Ok(true) => over.push((uid, End::PodGone)),
+                Ok(false) => {
+                    // Not bound: the controller's. Asked again in a while, in case the watch is behind.
+                    missing.insert(uid, now + SLOWEST);
+                }
+                Err(error) => {
+                    debug!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "pod not known");
+                    missing.insert(uid, now + LAG);
+                }
+            }
+        }
+        if over.is_empty() {
+            return;
+        }
+        self.shared.change(|w| w.releasing.extend(over.iter().map(|(uid, _)| uid.clone())));
+        for (uid, end) in over {
+            debug!(%uid, code = end.code(), "releasing");
+            missing.remove(&uid);
+            leaving.insert(uid, Leaving { end, at: Instant::now(), pause: POLL });
+        }
+    }
+
+    async fn is_gone(&self, object: &VGPUAllocation) -> Result<bool, Error> {
+        let namespace = object.namespace().unwrap_or_default();
+        let name = &object.spec.pod.name;
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), &namespace);
+        let pod = api.get_opt(name).await.map_err(Error::api(format!("read pod {namespace}/{name}")))?;
+        Ok(pod.is_none_or(|p| p.uid().as_deref() != Some(object.spec.pod.uid.as_str())))
+    }
+
+    /// One try to release; true when it is done.
+    async fn step(&self, uid: &AllocationUid, end: End, cgroups: &Cgroups) -> Result<bool, Error> {
+        let Some((object, fact)) =
+            self.shared.read(|w| Some((w.allocations.get(uid)?.clone(), w.ledger.allocation(uid)?.clone())))
+        else {
+            return Ok(true);
+        };
+        if !fact.released {
+            if !self.is_proved(&fact, cgroups).await? {
+                return Ok(false);
+            }
+            self.clean(&fact)?;
+            let observation = self.shared.read(|w| u64::try_from(w.observation).unwrap_or(0));
+            let event = AuditEvent::Released {
+                allocation: allocation_ref(&fact),
+                pod: pod_ref(&fact.pod),
+                code: end.code().to_owned(),
+                observation,
+            };
+            let trace = mullion_telemetry::trace_id(fact.pod.uid.as_str()).to_string();
+            let entry = Entry::from(event).traced(trace);
+            self.audit.append(entry).await?;
+            self.state.forget(uid.as_str()).await?;
+            self.shared.change(|w| {
+                w.grants.retain(|_, g| g.allocation != uid.as_str());
+                w.mark(uid, |f| f.released = true);
+            });
+        }
+        self.let_go(&object, end).await?;
+        info!(namespace = fact.pod.namespace, pod = fact.pod.name, code = end.code(), "released");
+        Ok(true)
+    }
+
+    /// Whether nothing of the pod is left.
+    async fn is_proved(&self, fact: &AllocationFact, cgroups: &Cgroups) -> Result<bool, Error> {
+        let pod = fact.pod.uid.as_str();
+        let mount = &self.settings.cgroup_mount;
+        if cgroups.remains(pod).map_err(Error::file("look for the pod's cgroup below", mount))?.is_some() {
+            return Ok(false);
+        }
+        let mut cards: Vec<String> =
+            fact.containers.iter().flat_map(|c| &c.devices).map(|d| d.uuid.0.clone()).collect();
+        cards.sort_unstable();
+        cards.dedup();
+        // Without a driver nothing runs on a card; and the cgroup is gone.
+        if !fact.prepared || self.shared.read(|w| matches!(w.driver, Driver::Down { .. })) {
+            return Ok(true);
+        }
+        let pids = self.driver.pids(cards).await?;
+        let proc = Path::new("/proc");
+        Ok(!pids.values().flatten().any(|pid| cgroup::is_of_pod(proc, *pid, pod)))
+    }
+
+    fn clean(&self, fact: &AllocationFact) -> Result<(), Error> {
+        let grants: Vec<String> =
+            self.shared.read(|w| w.grants_of(&fact.uid).map(|g| g.grant.clone()).collect());
+        for grant in grants {
+            self.remove_grant(&grant)?;
+        }
+        for container in &fact.containers {
+            files::remove_folder(&container_folder(&self.settings, fact.pod.uid.as_str(), &container.name))?;
+        }
+        Ok(())
+    }
+
+    fn remove_grant(&self, grant: &str) -> Result<(), Error> {
+        files::remove(&self.settings.cdi_dir.join(cdi::file_name(grant)))?;
+        files::remove(&self.settings.pages_dir().join(grant))
+    }
+
+    /// Writes the release down and takes off the finalizer.
+    async fn let_go(&self, object: &VGPUAllocation, end: End) -> Result<(), Error> {
+        let now = Timestamp::now();
+        let mut object = object.clone();
+        let mut said = object.status.clone().unwrap_or_default();
+        if said.phase != Phase::Released {
+            said.phase = Phase::Released;
+            said.released_observation = Some(self.shared.read(|w| w.observation));
+            let claim = Claim::new("Released", "True", end.code(), "nothing of the pod is left on the node");
+            status::set(&mut said, &[claim], now);
+            object = match status::write(&self.client, &self.metrics, &object, &said).await {
+                Ok(object) => object,
+                Err(error) => return self.look_again(&object, error).await,
+            };
+            self.shared.change(|w| w.see_allocation(object.clone()));
+        }
+        let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
+        let others: Vec<&String> = object.finalizers().iter().filter(|f| *f != FINALIZER).collect();
+        if others.len() == object.finalizers().len() {
+            return Ok(());
+        }
+        let patch = json!({"metadata": {
+            "uid": object.uid(), "resourceVersion": object.resource_version(), "finalizers": others,
+        }});
+        let params = PatchParams { field_manager: Some(AGENT_MANAGER.to_owned()), ..PatchParams::default() };
+        let api: Api<VGPUAllocation> = Api::namespaced(self.client.clone(), &namespace);
+        self.metrics.api_write("vgpuallocations");
+        let action = format!("take the finalizer off VGPUAllocation {namespace}/{name}");
+        match api.patch(&name, &params, &Patch::Merge(patch)).await.map_err(Error::api(action)) {
+            Ok(object) => {
+                self.shared.change(|w| {
+                    // The API server removes it with the last finalizer, and its watch says so later.
+                    if object.metadata.deletion_timestamp.is_some() && object.finalizers().is_empty() {
+                        w.lose_allocation(&AllocationUid(object.uid().unwrap_or_default()));
+                    } else {
+                        w.see_allocation(object);
+                    }
+                });
+                Ok(())
+            }
+            Err(error) => self.look_again(&object, error).await,
+        }
+    }
+
+    /// After a write that met another one: the newest version for the next try; one that is gone is let go.
+    async fn look_again(&self, object: &VGPUAllocation, error: Error) -> Result<(), Error> {
+        if !status::is_stale(&error) {
+            return Err(error);
+        }
+        let (namespace, name) = (object.namespace().unwrap_or_default(), object.name_any());
+        let api: Api<VGPUAllocation> = Api::namespaced(self.client.clone(), &namespace);
+        let found = api.get_opt(&name).await;
+        match found.map_err(Error::api(format!("read VGPUAllocation {namespace}/{name}")))? {
+            Some(fresh) if fresh.uid() == object.uid() => {
+                self.shared.change(|w| w.see_allocation(fresh));
+                Err(error)
+            }
+            _ => {
+                let uid = AllocationUid(object.uid().unwrap_or_default());
+                self.shared.change(|w| w.lose_allocation(&uid));
+                Ok(())
+            }
+        }
+    }
+
+    /// Removes files of ours that nobody owns: left by an agent that was killed, or by an allocation whose finalizer
+    /// somebody else took off.
+    async fn sweep(&self, cgroups: &Cgroups) {
+        let (listed, grants) = self.shared.read(|w| {
+            let known = |uid: &str| w.ledger.allocation(&uid.into()).is_some_and(|f| !f.released);
+            let grants: Vec<_> = w.grants.values().map(|g| (g.clone(), known(&g.allocation))).collect();
+            (w.allocations_listed && w.pods.is_some(), grants)
+        });
+        if !listed {
+            return;
+        }
+        for (grant, known) in &grants {
+            if *known || !matches!(cgroups.remains(&grant.pod), Ok(None)) {
+                continue;
+            }
+            let folder = container_folder(&self.settings, &grant.pod, &grant.container);
+            let removed = self.remove_grant(&grant.grant).and_then(|()| files::remove_folder(&folder));
+            let forgotten = match removed {
+                Ok(()) => self.state.forget(&grant.allocation).await,
+                Err(error) => Err(error),
+            };
+            match forgotten {
+                Ok(()) => {
+                    info!(grant = grant.grant, pod_uid = grant.pod, "removed a grant without an allocation");
+                    let event = AuditEvent::GrantWithdrawn {
+                        grant: grant.grant.clone(),
+                        code: "NoAllocation".to_owned(),
+                    };
+                    if let Err(error) = self.audit.append(event).await {
+                        warn!(code = error.code(), "withdrawal not audited");
+                    }
+                    self.shared.change(|w| w.grants.remove(&grant.grant));
+                }
+                Err(error) => {
+                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not swept")
+                }
+            }
+        }
+        let owned = |name: &str| grants.iter().any(|(g, _)| g.grant == name);
+        let now = SystemTime::now();
+        for (path, name) in
+            entries(&self.settings.cdi_dir).into_iter().chain(entries(&self.settings.pages_dir()))
+        {
+            let grant = cdi::grant_of(&name).unwrap_or(&name);
+            let ours = grant.len() == 16 && grant.bytes().all(|b| b.is_ascii_hexdigit());
+            if ours && !owned(grant) && is_old(&path, now) {
+                info!(?path, "removed a file that nobody owns");
+                report(files::remove(&path));
+            }
+        }
+        for (path, name) in entries(&self.settings.containers_dir()) {
+            let Some((pod, container)) = name.split_once('_') else { continue };
+            let owned = grants.iter().any(|(g, _)| g.pod == pod && g.container == container);
+            // HAMi's folders have the same names and other files.
+            let ours = path.join(files::USAGE_FILE).exists();
+            if ours && !owned && is_old(&path, now) && matches!(cgroups.remains(pod), Ok(None)) {
+                info!(?path, "removed a folder that nobody owns");
+                report(files::remove_folder(&path));
+            }
+        }
+    }
+}
+
+fn entries(folder: &Path) -> Vec<(PathBuf, String)> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.filter_map(|e| Some((e.path(), e.file_name().into_string().ok()?))).collect()
+}
+
+/// A prepare that is under way writes files before it is known.
+fn is_old(path: &Path, now: SystemTime) -> bool {
+    let modified = std::fs::symlink_metadata(path).and_then(|m| m.modified());
+    modified.is_ok_and(|m| now.duration_since(m).is_ok_and(|age| age >= SWEEP))
+}
+
+fn report(result: Result<(), Error>) {
+    if let Err(error) = result {
+        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not removed");
+    }
+}
+
+/// Removes every CDI spec of ours: what a former boot left names devices that may be others now.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn remove_specs(cdi_dir: &Path) -> Result<(), Error> {
+    for (path, name) in entries(cdi_dir) {
+        if cdi::grant_of(&name).is_some() {
+            files::remove(&path)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::world::PodSeen;
+    use mullion_crds::vgpuallocation::{PodReference, VGPUAllocationSpec};
+
+    #[test]
+    fn only_a_pod_that_ended_or_is_seen_to_be_gone_starts_a_release() {
+        let spec = VGPUAllocationSpec {
+            pod: PodReference { name: "p".to_owned(), uid: "uid".to_owned() },
+            ..VGPUAllocationSpec::default()
+        };
+        let object = VGPUAllocation::new("p-1", spec);
+        let pods = |list: &[(&str, bool)]| {
+            let pod = |(uid, ended): &(&str, bool)| {
+                (PodUid::from(*uid), PodSeen { ended: *ended, ..PodSeen::default() })
+            };
+            Some(list.iter().map(pod).collect::<BTreeMap<_, _>>())
+        };
+        for (case, pods, deleted, want) in [
+            ("pods not listed yet", None, false, Life::Lives),
+            ("runs", pods(&[("uid", false)]), false, Life::Lives),
+            ("ended", pods(&[("uid", true)]), false, Life::Over(End::PodEnded)),
+            ("another pod of that name", pods(&[("new", false)]), false, Life::Missing),
+            ("seen to go", pods(&[]), true, Life::Over(End::PodGone)),
+        ] {
+            let deleted_pods = if deleted { ["uid".into()].into() } else { Default::default() };
+            let world = World { pods, deleted_pods, ..World::default() };
+            assert_eq!(life(&world, &object), want, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_new_boot_removes_specs_of_ours_and_no_others() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["mullion.io-grant-0123456789abcdef.json", "nvidia.yaml"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        remove_specs(folder.path()).unwrap();
+        let left: Vec<String> = entries(folder.path()).into_iter().map(|e| e.1).collect();
+        assert_eq!(left, ["nvidia.yaml"]);
+    }
+}

@@ -1,0 +1,287 @@
+//! What the agent knows: one value behind one lock, changed by whoever learns something, and a bell that rings on
+//! every change. Nobody holds the lock across IO.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use mullion_core::facts::{AllocationFact, Event};
+use mullion_core::ledger::{Ledger, Standing};
+use mullion_core::units::{AllocationUid, GpuUuid, NodeName, PodUid};
+use mullion_crds::facts;
+use mullion_crds::gpunode::GPUNode;
+use mullion_crds::vgpuallocation::VGPUAllocation;
+use parking_lot::RwLock;
+use tokio::sync::watch;
+
+use crate::device_plugin::slots::Offer;
+use crate::health::Known;
+use crate::inventory;
+use crate::prepare::CardView;
+use crate::prepare::driver_files::CardName;
+use crate::state::Grant;
+
+/// What the driver says as a whole.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Driver {
+    /// It has not been asked yet in this run.
+    #[default]
+    Unknown,
+    /// It answers.
+    Ready {
+        /// Its version.
+        version: String,
+    },
+    /// It does not answer.
+    Down {
+        /// Stable code.
+        code: &'static str,
+        /// Why, in words.
+        reason: String,
+    },
+}
+
+/// What a container of a pod is doing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ContainerSeen {
+    /// Runtime's id of the running container.
+    pub running: Option<String>,
+}
+
+/// A pod of this node, trimmed to what the agent needs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PodSeen {
+    /// Namespace.
+    pub namespace: String,
+    /// Name.
+    pub name: String,
+    /// `Succeeded` or `Failed`.
+    pub ended: bool,
+    /// Every ordinary init container has ended well and an app container has started.
+    pub init_done: bool,
+    /// Its containers.
+    pub containers: BTreeMap<String, ContainerSeen>,
+}
+
+/// Conditions of the node that are not read from cards.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeSigns {
+    /// The kubelet watches our slots.
+    pub registered: bool,
+    /// NVIDIA's CDI spec: its files, or why there is none.
+    pub cdi: Option<Result<String, String>>,
+    /// The kubelet's topology policy, where it is known.
+    pub topology: Option<String>,
+    /// Sockets of other plugins for our resource.
+    pub rivals: Vec<String>,
+}
+
+/// An allocation that this node cannot give.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// Stable code.
+    pub code: &'static str,
+    /// Why.
+    pub message: String,
+    /// It lost against another one.
+    pub void: bool,
+}
+
+/// What the agent knows.
+#[derive(Debug, Default)]
+pub struct World {
+    /// This node.
+    pub node: NodeName,
+    /// This boot.
+    pub boot_id: String,
+    /// Uid of the Node object; empty until it is known.
+    pub node_uid: String,
+    /// Number of the last inventory that was written.
+    pub observation: i64,
+    /// The fold of everything below.
+    pub ledger: Ledger,
+    /// Cards that the driver told, now or before in this boot. `None` until then.
+    pub cards: Option<BTreeMap<String, Known>>,
+    /// MIG tables by hash.
+    pub mig_tables: BTreeMap<String, mullion_crds::gpunode::MigTable>,
+    /// The driver.
+    pub driver: Driver,
+    /// The `GPUNode` as the API server last showed it; `None` when it does not exist.
+    pub gpunode: Option<GPUNode>,
+    /// The API server has answered about the `GPUNode` in this run.
+    pub gpunode_known: bool,
+    /// Allocations of this node by uid, as the API server last showed them.
+    pub allocations: BTreeMap<AllocationUid, Arc<VGPUAllocation>>,
+    /// Filled grants by name.
+    pub grants: BTreeMap<String, Grant>,
+    /// Pods of this node by uid; `None` until the first list in this run.
+    pub pods: Option<BTreeMap<PodUid, PodSeen>>,
+    /// The API server has listed this node's allocations in this run.
+    pub allocations_listed: bool,
+    /// Pods that were deleted in this run and had an allocation here: their uids never come back.
+    pub deleted_pods: BTreeSet<PodUid>,
+    /// Allocations whose pod has ended: nothing of them is prepared any more.
+    pub releasing: BTreeSet<AllocationUid>,
+    /// Allocations that cannot be given.
+    pub refused: BTreeMap<AllocationUid, Refused>,
+    /// Ids that the kubelet's checkpoint gives to containers.
+    pub kubelet_ids: BTreeSet<String>,
+    /// Other conditions.
+    pub signs: NodeSigns,
+    /// A planned stop is under way.
+    pub closed: bool,
+}
+
+impl World {
+    /// A `GPUNode` of the admin's wishes and what the agent itself knows, ahead of the API server.
+    #[must_use]
+    pub fn own_node(&self) -> GPUNode {
+        let mut object = self.gpunode.clone().unwrap_or_default();
+        object.metadata.name = Some(self.node.0.clone());
+        object.status = Some(inventory::describe(self, jiff::Timestamp::UNIX_EPOCH));
+        object
+    }
+
+    /// Folds the node's own cards and the admin's wishes into the ledger.
+    pub fn refold_node(&mut self) {
+        if self.cards.is_none() {
+            return;
+        }
+        if let Some(fact) = facts::node(&self.own_node()) {
+            self.ledger.apply(&Event::NodeObserved(fact));
+        }
+    }
+
+    /// Takes in an allocation of this node. Flags that only this agent knows yet are kept by the ledger.
+    pub fn see_allocation(&mut self, object: VGPUAllocation) {
+        let fact = facts::allocation(&object);
+        self.allocations.insert(fact.uid.clone(), Arc::new(object));
+        self.ledger.apply(&Event::AllocationObserved(fact));
+    }
+
+    /// An allocation is gone from the API server.
+    pub fn lose_allocation(&mut self, uid: &AllocationUid) {
+        if let Some(object) = self.allocations.remove(uid) {
+            self.deleted_pods.remove(&PodUid(object.spec.pod.uid.clone()));
+        }
+        self.refused.remove(uid);
+        self.releasing.remove(uid);
+        self.ledger.apply(&Event::AllocationGone(uid.clone()));
+    }
+
+    /// Marks an allocation as prepared, ahead of the API server.
+    pub fn mark(&mut self, uid: &AllocationUid, change: impl Fn(&mut AllocationFact)) {
+        if let Some(mut fact) = self.ledger.allocation(uid).cloned() {
+            change(&mut fact);
+            self.ledger.apply(&Event::AllocationObserved(fact));
+        }
+    }
+
+    /// The pod's allocation and what the ledger makes of it.
+    #[must_use]
+    pub fn allocation_of(&self, pod: &PodUid) -> Option<(&AllocationFact, Option<Standing>)> {
+        let fact = self.ledger.of_pod(pod)?;
+        let over = self.releasing.contains(&fact.uid);
+        Some((fact, if over { Some(Standing::Released) } else { self.ledger.standing(&fact.uid) }))
+    }
+
+    /// The cards for a decision.
+    #[must_use]
+    pub fn card_views(&self) -> Option<BTreeMap<GpuUuid, CardView>> {
+        let cards = self.cards.as_ref()?;
+        let node = self.own_node();
+        let fact = facts::node(&node)?;
+        let down = match &self.driver {
+            Driver::Down { reason, .. } => Some(reason.clone()),
+            _ => None,
+        };
+        let view = |known: &Known| {
+            let card = &known.card;
+            let mode =
+                fact.cards.iter().find(|c| c.uuid.as_str() == card.uuid).map(|c| c.mode).unwrap_or_default();
+            let wish = facts::wish_for(&node, &card.uuid, &card.model);
+            CardView {
+                name: CardName { uuid: card.uuid.clone(), index: card.index, minor: card.minor },
+                mode,
+                present: known.present,
+                fault: down.clone().or_else(|| known.fault()),
+                memory_scaling: wish.memory_scaling.unwrap_or(100),
+            }
+        };
+        Some(cards.iter().map(|(uuid, known)| (uuid.as_str().into(), view(known))).collect())
+    }
+
+    /// What the cards offer the kubelet; `None` until the cards are known.
+    #[must_use]
+    pub fn offer(&self) -> Option<Offer> {
+        let cards = self.cards.as_ref()?;
+        let fact = facts::node(&self.own_node())?;
+        let mut offer = Offer::default();
+        for card in fact.cards.iter().filter(|c| c.mode != mullion_core::facts::CardMode::Mig) {
+            offer.total = offer.total.saturating_add(card.slots);
+            let present = cards.get(card.uuid.as_str()).is_some_and(|k| k.present);
+            if card.healthy && present && fact.driver_ready {
+                offer.usable = offer.usable.saturating_add(card.slots);
+            }
+        }
+        Some(offer)
+    }
+
+    /// Slots that a container has, by our record or the kubelet's.
+    #[must_use]
+    pub fn slots_in_use(&self) -> BTreeSet<String> {
+        let granted = self.grants.values().flat_map(|g| g.device_ids.iter().cloned());
+        granted.chain(self.kubelet_ids.iter().cloned()).collect()
+    }
+
+    /// Whether an allocation that is not released has the card.
+    #[must_use]
+    pub fn holds_card(&self, uuid: &str) -> bool {
+        let mut held = self.ledger.allocations_on(&self.node).filter(|a| !a.released);
+        held.any(|a| a.containers.iter().flat_map(|c| &c.devices).any(|d| d.uuid.as_str() == uuid))
+    }
+
+    /// The grants of an allocation.
+    pub fn grants_of<'a>(&'a self, uid: &'a AllocationUid) -> impl Iterator<Item = &'a Grant> {
+        self.grants.values().filter(move |g| g.allocation == uid.as_str())
+    }
+}
+
+/// The world, shared.
+#[derive(Debug)]
+pub struct Shared {
+    world: RwLock<World>,
+    bell: watch::Sender<u64>,
+}
+
+impl Shared {
+    /// Shares a world.
+    #[must_use]
+    pub fn new(world: World) -> Arc<Self> {
+        Arc::new(Self { world: RwLock::new(world), bell: watch::Sender::new(0) })
+    }
+
+    /// Looks at it.
+    pub fn read<T>(&self, look: impl FnOnce(&World) -> T) -> T {
+        look(&self.world.read())
+    }
+
+    /// Changes it and rings the bell.
+    pub fn change<T>(&self, change: impl FnOnce(&mut World) -> T) -> T {
+        let result = change(&mut self.world.write());
+        self.bell.send_modify(|n| *n = n.wrapping_add(1));
+        result
+    }
+
+    /// Changes it where `change` says that it did, and only then rings the bell.
+    pub fn change_if(&self, change: impl FnOnce(&mut World) -> bool) {
+        if change(&mut self.world.write()) {
+            self.bell.send_modify(|n| *n = n.wrapping_add(1));
+        }
+    }
+
+    /// Rings on every change.
+    #[must_use]
+    pub fn bell(&self) -> watch::Receiver<u64> {
+        self.bell.subscribe()
+    }
+}
