@@ -44,6 +44,8 @@ pub enum LogFormat {
 
 /// The flags every program shares; `#[command(flatten)]` them.
 #[derive(Clone, Debug, clap::Args)]
+// Without a group of its own: its name, `Args`, would meet that of the program's own flags.
+#[group(skip)]
 pub struct Args {
     /// Form of the log lines on stderr.
     #[arg(long, env = "MULLION_LOG_FORMAT", value_enum, default_value_t = LogFormat::Text, global = true)]

@@ -125,11 +125,22 @@ fn endpoint(url: &str) -> Args {
 
 #[test]
 fn flags_parse() {
+    mod program {
+        /// Named as programs name theirs.
+        #[derive(clap::Args)]
+        pub struct Args {
+            #[arg(long)]
+            pub other: Option<String>,
+        }
+    }
     #[derive(clap::Parser)]
     struct Cli {
         #[command(flatten)]
         telemetry: Args,
+        #[command(flatten)]
+        program: program::Args,
     }
+    <Cli as clap::CommandFactory>::command().debug_assert();
     let cli = Cli::parse_from([
         "x",
         "--log-format",
@@ -142,6 +153,7 @@ fn flags_parse() {
     assert_eq!(cli.telemetry.log_format, LogFormat::Json);
     assert_eq!(cli.telemetry.log_level, "debug");
     assert_eq!(cli.telemetry.otlp_endpoint.as_deref(), Some("http://h:1"));
+    assert_eq!(cli.program.other, None);
     assert!(Cli::try_parse_from(["x", "--log-format", "xml"]).is_err());
 }
 
