@@ -219,7 +219,7 @@ async fn lead(elector: Elector, context: Context, stop: CancellationToken) -> Re
             let term = stop.child_token();
             let reconcile = async {
                 if ready(&context, &term).await {
-                    reconcile::run(&context, &term).await;
+                    Box::pin(reconcile::run(&context, &term)).await;
                 }
             };
             tokio::select! {
@@ -241,7 +241,7 @@ async fn ready(context: &Context, stop: &CancellationToken) -> bool {
     while context.store.ready().is_err() {
         tokio::select! {
             () = stop.cancelled() => return false,
-            changed = changes.changed() => if changed.is_err() { return false },
+            seen = changes.changed() => if seen.is_err() { return false },
             () = tokio::time::sleep(RETRY) => {}
         }
     }

@@ -292,7 +292,7 @@ impl Cluster {
         match written {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
-                tracing::warn!(reason, pod = %pod.name, error = %mullion_telemetry::source_chain(&error), "event not written")
+                tracing::warn!(reason, pod = %pod.name, error = %mullion_telemetry::source_chain(&error), "event not written");
             }
             Err(_) => tracing::warn!(reason, pod = %pod.name, "event not written in time"),
         }

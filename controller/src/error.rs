@@ -138,7 +138,7 @@ pub enum Error {
         /// `namespace/name`.
         pod: String,
         /// Why.
-        source: RequestError,
+        source: Box<RequestError>,
     },
     /// The node does not fit any more.
     #[error("{refusal}")]

@@ -1,7 +1,5 @@
 //! Small facts for tests.
 
-use std::collections::BTreeMap;
-
 use mullion_core::facts::{CardFact, CardMode, ContainerKind, KubeNodeFact, NodeFact};
 use mullion_core::request::{ContainerRequest, ContainerWish, MemoryAsk, PodRequest, Policy};
 use mullion_core::units::{CoreShare, Mib};
@@ -48,9 +46,4 @@ pub fn request(memory: u64) -> PodRequest {
         node_policy: Policy::Binpack,
         card_policy: Policy::Spread,
     }
-}
-
-/// A map of texts.
-pub fn texts(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-    pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }

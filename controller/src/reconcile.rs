@@ -33,7 +33,7 @@ const IDLE: Duration = Duration::from_secs(30);
 /// First pause after something failed.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// Longest pause after something failed.
-const LAST_PAUSE: Duration = Duration::from_secs(60);
+const LAST_PAUSE: Duration = Duration::from_mins(1);
 
 /// What the rooms share.
 #[derive(Clone, Debug)]
@@ -85,7 +85,7 @@ pub async fn run(context: &Context, stop: &CancellationToken) {
 async fn drive<F, W>(context: &Context, stop: &CancellationToken, mut pass: F)
 where
     F: FnMut() -> W,
-    W: Future<Output = Option<Duration>>,
+    W: Future<Output = Duration>,
 {
     let mut changes = context.store.changes();
     loop {
@@ -97,7 +97,7 @@ where
         let wait = async {
             tokio::select! {
                 _ = changes.changed() => {}
-                () = tokio::time::sleep(again.unwrap_or(IDLE).min(IDLE)) => {}
+                () = tokio::time::sleep(again.min(IDLE)) => {}
             }
             tokio::time::sleep(GATHER).await;
         };
@@ -145,11 +145,6 @@ impl Patience {
         self.since.remove(key);
         self.pauses.remove(key);
     }
-}
-
-/// The shorter of two waits.
-fn sooner(a: Option<Duration>, b: Duration) -> Option<Duration> {
-    Some(a.map_or(b, |a| a.min(b)))
 }
 
 #[cfg(test)]

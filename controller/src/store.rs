@@ -20,7 +20,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 
 pub use facts::{Change, Facts, NodeRecord};
-pub use pods::PodRecord;
+pub use pods::{Phase, PodRecord};
 pub use watches::run;
 
 use crate::error::Error;

@@ -91,7 +91,7 @@ impl Binder {
         }
         let request = match record.request.clone() {
             Ok(request) => request,
-            Err(source) => return Err(Error::Request { pod: record.full_name(), source }),
+            Err(source) => return Err(Error::Request { pod: record.full_name(), source: Box::new(source) }),
         };
         let allocation = match request {
             Some(request) => {

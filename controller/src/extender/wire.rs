@@ -1,5 +1,5 @@
 //! What kube-scheduler sends and reads: `k8s.io/kube-scheduler/extender/v1`, Go structs without JSON tags, so that
-//! field names are PascalCase. Go reads any case; so do we, as far as anything is known to send it.
+//! field names are `PascalCase`. Go reads any case; so do we, as far as anything is known to send it.
 
 use std::collections::BTreeMap;
 

@@ -25,10 +25,13 @@ use crate::webhook::certificate::{Held, Rules, Step, make, plan, prepare, promot
 /// Pause after a step that failed.
 const PAUSE: Duration = Duration::from_secs(5);
 /// Longest pause: clocks jump.
-const LONGEST: Duration = Duration::from_secs(3600);
+const LONGEST: Duration = Duration::from_hours(1);
 
 /// What is seen of an object: nothing yet, or that it is there or not.
 pub type Seen<K> = Option<Option<K>>;
+
+/// Secret and CA bundle as they stand.
+type State = (Option<Held>, Option<Vec<u8>>);
 
 /// Follows one object until `stop`.
 pub async fn follow<K>(api: Api<K>, name: String, seen: watch::Sender<Seen<K>>, stop: CancellationToken)
@@ -105,7 +108,7 @@ impl Keeper<'_> {
         mut secret: watch::Receiver<Seen<Secret>>,
         mut configuration: watch::Receiver<Seen<MutatingWebhookConfiguration>>,
     ) {
-        let mut steady: Option<((Option<Held>, Option<Vec<u8>>), Instant)> = None;
+        let mut steady: Option<(State, Instant)> = None;
         loop {
             let seen = (secret.borrow_and_update().clone(), configuration.borrow_and_update().clone());
             let mut wait = LONGEST;

@@ -16,7 +16,7 @@ use mullion_core::units::{AllocationUid, NodeName, PodUid};
 use mullion_crds::names::POKE_ANNOTATION;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, drive};
+use super::{Context, IDLE, drive};
 use crate::store::{Facts, PodRecord};
 
 /// How long a woken pod gets to take the capacity before another is woken for it: kube-scheduler's back-off ends
@@ -111,11 +111,11 @@ pub(super) async fn run(context: &Context, stop: &CancellationToken) {
     .await;
 }
 
-async fn pass(context: &Context, gains: &mut Gains) -> Option<Duration> {
+async fn pass(context: &Context, gains: &mut Gains) -> Duration {
     let gained = context.store.take_gained();
     gains.add(gained);
     if gains.is_empty() {
-        return None;
+        return IDLE;
     }
     let woken: Vec<(PodRef, u64)> = context.store.read(|facts| {
         gains.open.retain(|node, _| !facts.node(node.as_str()).is_some_and(|node| node.unschedulable));
@@ -136,7 +136,7 @@ async fn pass(context: &Context, gains: &mut Gains) -> Option<Duration> {
         context.note("poke", &format!("{}/{}", pod.namespace, pod.name), &result);
         tracing::debug!(pod = pod.name, namespace = pod.namespace, "woke pod");
     }
-    (!gains.is_empty()).then_some(ROUND)
+    if gains.is_empty() { IDLE } else { ROUND }
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, Patience, drive, sooner};
+use super::{Context, IDLE, Patience, drive};
 use crate::cluster::full_name;
 use crate::error::Error;
 use crate::store::{Facts, NodeRecord};
@@ -120,14 +120,14 @@ pub(super) async fn run(context: &Context, stop: &CancellationToken) {
     .await;
 }
 
-async fn pass(context: &Context, patience: &mut Patience) -> Option<Duration> {
+async fn pass(context: &Context, patience: &mut Patience) -> Duration {
     let suspects: Vec<(String, VGPUAllocation, Suspicion)> = context.store.read(|facts| {
         let judged =
             facts.allocations().filter_map(|(fact, object)| Some((object, suspect(facts, fact, object)?)));
         judged.map(|(object, why)| (object.uid().unwrap_or_default(), object.clone(), why)).collect()
     });
     patience.keep(&suspects.iter().map(|(uid, ..)| uid.clone()).collect::<Vec<_>>());
-    let mut next = None;
+    let mut next = IDLE;
     for (uid, object, why) in suspects {
         let grace = match why {
             Suspicion::NodeLost(_) => Duration::ZERO,
@@ -135,7 +135,7 @@ async fn pass(context: &Context, patience: &mut Patience) -> Option<Duration> {
         };
         let left = patience.left(&uid, grace, Instant::now());
         if !left.is_zero() {
-            next = sooner(next, left);
+            next = next.min(left);
             continue;
         }
         let result = match why {
@@ -153,7 +153,7 @@ async fn pass(context: &Context, patience: &mut Patience) -> Option<Duration> {
             }
         }
         if !matches!(result, Ok(true)) {
-            next = sooner(next, patience.left(&uid, grace, Instant::now()));
+            next = next.min(patience.left(&uid, grace, Instant::now()));
         }
     }
     next

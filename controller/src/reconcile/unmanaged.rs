@@ -10,9 +10,9 @@ use mullion_crds::names::SCHEDULER;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, Patience, drive, sooner};
+use super::{Context, IDLE, Patience, drive};
 use crate::config::UnmanagedPods;
-use crate::store::PodRecord;
+use crate::store::{Phase, PodRecord};
 
 /// Reason of the Event.
 const REASON: &str = "UnmanagedGPUPod";
@@ -34,15 +34,15 @@ pub(super) async fn run(context: &Context, stop: &CancellationToken) {
     context.metrics.unmanaged_gpu_pods.set(0);
 }
 
-async fn pass(context: &Context, known: &mut Known) -> Option<Duration> {
-    let pods: Vec<PodRecord> = context
-        .store
-        .read(|facts| facts.strangers().filter(|pod| !pod.deleting && !pod.ended).cloned().collect());
+async fn pass(context: &Context, known: &mut Known) -> Duration {
+    let pods: Vec<PodRecord> = context.store.read(|facts| {
+        facts.strangers().filter(|pod| !pod.deleting && pod.phase == Phase::Pending).cloned().collect()
+    });
     context.metrics.unmanaged_gpu_pods.set(i64::try_from(pods.len()).unwrap_or(i64::MAX));
     let uids: BTreeSet<PodUid> = pods.iter().map(|pod| pod.pod.uid.clone()).collect();
     known.told.retain(|uid| uids.contains(uid));
     known.patience.keep(&uids.iter().map(|uid| uid.0.clone()).collect::<Vec<_>>());
-    let mut next = None;
+    let mut next = IDLE;
     for pod in pods {
         if known.told.insert(pod.pod.uid.clone()) {
             let note = format!(
@@ -61,7 +61,7 @@ async fn pass(context: &Context, known: &mut Known) -> Option<Duration> {
                 context.note("evict", &pod.full_name(), &result);
                 known.patience.failed(&uid, Instant::now());
             }
-            next = sooner(next, known.patience.left(&uid, Duration::ZERO, Instant::now()));
+            next = next.min(known.patience.left(&uid, Duration::ZERO, Instant::now()));
         }
     }
     next

@@ -10,9 +10,9 @@ use mullion_crds::vgpuallocation::Phase;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, Patience, drive, sooner};
+use super::{Context, IDLE, Patience, drive};
 use crate::error::Error;
-use crate::store::{Facts, PodRecord};
+use crate::store::{Facts, Phase as PodPhase, PodRecord};
 
 /// How long a bound pod may be without an allocation before that is checked: our watches are not in step.
 const MISSING: Duration = Duration::from_secs(10);
@@ -32,12 +32,16 @@ pub struct Why {
 #[must_use]
 pub fn why(facts: &Facts, pod: &PodRecord) -> Option<Why> {
     let node = pod.node.as_ref()?;
-    if pod.deleting || pod.ended || !matches!(pod.request, Ok(Some(_))) {
+    if pod.deleting || pod.phase == PodPhase::Ended || !matches!(pod.request, Ok(Some(_))) {
         return None;
     }
     let Some(object) = facts.allocation_of_pod(pod.pod.uid.as_str()) else {
         let text = format!("bound to node {node} without an allocation, so that its containers cannot start");
-        return (!pod.running).then_some(Why { code: "AllocationMissing", text, grace: MISSING });
+        return (pod.phase == PodPhase::Pending).then_some(Why {
+            code: "AllocationMissing",
+            text,
+            grace: MISSING,
+        });
     };
     if object.spec.node_name != node.0 {
         // The other one is undone first.
@@ -71,24 +75,24 @@ pub(super) async fn run(context: &Context, stop: &CancellationToken) {
     .await;
 }
 
-async fn pass(context: &Context, patience: &mut Patience) -> Option<Duration> {
+async fn pass(context: &Context, patience: &mut Patience) -> Duration {
     let out: Vec<(PodRecord, Why)> = context
         .store
         .read(|facts| facts.pods().filter_map(|pod| Some((pod.clone(), why(facts, pod)?))).collect());
     patience.keep(&out.iter().map(|(pod, _)| pod.pod.uid.0.clone()).collect::<Vec<_>>());
-    let mut next = None;
+    let mut next = IDLE;
     for (pod, why) in out {
         let uid = pod.pod.uid.0.clone();
         let left = patience.left(&uid, why.grace, Instant::now());
         if !left.is_zero() {
-            next = sooner(next, left);
+            next = next.min(left);
             continue;
         }
         let result = send_away(context, &pod, &why).await;
         context.note("evict", &pod.full_name(), &result);
         // Until the watch says that it is on its way out, it is left alone for longer and longer.
         patience.failed(&uid, Instant::now());
-        next = sooner(next, patience.left(&uid, why.grace, Instant::now()));
+        next = next.min(patience.left(&uid, why.grace, Instant::now()));
     }
     next
 }

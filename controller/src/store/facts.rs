@@ -51,7 +51,7 @@ pub struct Facts {
     allocations: BTreeMap<AllocationUid, VGPUAllocation>,
     gpu_nodes: BTreeMap<String, GPUNode>,
     nodes: BTreeMap<String, NodeRecord>,
-    kube_facts: BTreeMap<String, mullion_core::facts::KubeNodeFact>,
+    slots: BTreeMap<String, mullion_core::facts::KubeNodeFact>,
     pods: BTreeMap<PodUid, PodRecord>,
     strangers: BTreeMap<PodUid, PodRecord>,
     departed: BTreeMap<PodUid, bool>,
@@ -67,7 +67,7 @@ impl Facts {
             allocations: BTreeMap::new(),
             gpu_nodes: BTreeMap::new(),
             nodes: BTreeMap::new(),
-            kube_facts: BTreeMap::new(),
+            slots: BTreeMap::new(),
             pods: BTreeMap::new(),
             strangers: BTreeMap::new(),
             departed: BTreeMap::new(),
@@ -229,7 +229,7 @@ impl Facts {
         let name = object.name_any();
         let fact = mullion_crds::facts::kube_node(object, COUNT);
         self.fold(&Event::KubeNodeObserved(fact.clone()));
-        self.kube_facts.insert(name.clone(), fact);
+        self.slots.insert(name.clone(), fact);
         let record = Self::trim(object);
         let before = self.nodes.insert(name.clone(), record.clone());
         if before.is_some_and(|b| b.unschedulable && !record.unschedulable) {
@@ -253,7 +253,7 @@ impl Facts {
     /// A Node is gone.
     pub fn node_gone(&mut self, name: &str) {
         self.nodes.remove(name);
-        self.kube_facts.remove(name);
+        self.slots.remove(name);
         self.fold(&Event::KubeNodeGone(name.into()));
     }
 
@@ -325,7 +325,7 @@ impl Facts {
         for fact in self.gpu_nodes.values().filter_map(mullion_crds::facts::node) {
             fresh.apply(&Event::NodeObserved(fact));
         }
-        for fact in self.kube_facts.values() {
+        for fact in self.slots.values() {
             fresh.apply(&Event::KubeNodeObserved(fact.clone()));
         }
         for fact in self.allocations.values().map(mullion_crds::facts::allocation) {

@@ -8,6 +8,17 @@ use mullion_core::units::NodeName;
 use mullion_crds::names::POKE_ANNOTATION;
 use mullion_telemetry::trace::ADMISSION_ANNOTATION;
 
+/// How far a pod has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// No container of it has started.
+    Pending,
+    /// At least one has.
+    Running,
+    /// It has succeeded or failed.
+    Ended,
+}
+
 /// A pod, trimmed.
 #[derive(Clone, Debug)]
 pub struct PodRecord {
@@ -19,10 +30,8 @@ pub struct PodRecord {
     pub request: Result<Option<PodRequest>, RequestError>,
     /// It is being deleted.
     pub deleting: bool,
-    /// It has succeeded or failed.
-    pub ended: bool,
-    /// At least one of its containers has started.
-    pub running: bool,
+    /// How far it has come.
+    pub phase: Phase,
     /// kube-scheduler has tried it and found no node.
     pub unschedulable: bool,
     /// Name of its scheduler.
@@ -54,8 +63,11 @@ impl PodRecord {
             request: parse_pod(&view, defaults),
             node: view.node_name.map(NodeName::from),
             deleting: object.metadata.deletion_timestamp.is_some(),
-            ended: matches!(phase, "Succeeded" | "Failed"),
-            running: phase == "Running",
+            phase: match phase {
+                "Running" => Phase::Running,
+                "Succeeded" | "Failed" => Phase::Ended,
+                _ => Phase::Pending,
+            },
             unschedulable: condition.is_some_and(|c| c.status == "False"),
             scheduler: view.scheduler_name.unwrap_or_default(),
             priority: object.spec.as_ref().and_then(|s| s.priority).unwrap_or(0),
@@ -75,6 +87,6 @@ impl PodRecord {
     /// It waits for a node, as far as we can tell.
     #[must_use]
     pub const fn waiting(&self) -> bool {
-        self.node.is_none() && !self.deleting && !self.ended
+        self.node.is_none() && !self.deleting && matches!(self.phase, Phase::Pending)
     }
 }

@@ -239,7 +239,7 @@ fn address(bytes: &[u8]) -> Option<String> {
 }
 
 fn count(pem: &[u8]) -> usize {
-    CertificateDer::pem_slice_iter(pem).filter(Result::is_ok).count()
+    CertificateDer::pem_slice_iter(pem).flatten().count()
 }
 
 #[cfg(test)]
@@ -251,20 +251,20 @@ mod tests {
     fn rules() -> Rules {
         Rules {
             names: vec!["mullion-webhook.mullion-system.svc".to_owned(), "10.0.0.1".to_owned()],
-            lifetime: Duration::from_secs(90 * 86_400),
-            trust: Duration::from_secs(60),
+            lifetime: Duration::from_hours(90 * 24),
+            trust: Duration::from_mins(1),
         }
     }
 
     #[test]
     fn a_renewal_never_shows_what_is_not_trusted() {
-        let (rules, long) = (rules(), Duration::from_secs(600));
+        let (rules, long) = (rules(), Duration::from_mins(10));
         let step =
             |held: &Held, injected: &[u8], steady, now| plan(&rules, Some(held), Some(injected), steady, now);
         assert_eq!(plan(&rules, None, None, long, 0), Step::Make);
         let first = make(&rules, 0).unwrap();
         assert_eq!(step(&first, b"", long, 0), Step::Inject);
-        let month = Duration::from_secs(60 * 86_400);
+        let month = Duration::from_hours(60 * 24);
         assert_eq!(step(&first, &first.ca, Duration::ZERO, 0), Step::Wait(month), "two thirds of 90 days");
         assert_eq!(step(&first, &first.ca, long, 60 * DAY), Step::Prepare);
         let second = prepare(&rules, &first, 60 * DAY).unwrap();

@@ -35,7 +35,8 @@ pub fn patch(pod: &Pod, request: &PodRequest, stamp: &AdmissionStamp) -> Patch {
     match &pod.metadata.annotations {
         _ if stamped => {}
         Some(_) => {
-            operations.push(add(&["metadata", "annotations", ADMISSION_ANNOTATION], json!(stamp.to_string())))
+            operations
+                .push(add(&["metadata", "annotations", ADMISSION_ANNOTATION], json!(stamp.to_string())));
         }
         None => {
             operations

@@ -93,12 +93,12 @@ pub fn review(
             Ok(patched) => ("ok", patched),
             Err(error) => {
                 let mut response = AdmissionResponse::from(request);
-                refuse(&mut response, 500, "PatchFailed", format!("the patch cannot be written: {error}"));
+                refuse(&mut response, 500, "PatchFailed", &format!("the patch cannot be written: {error}"));
                 ("PatchFailed", response)
             }
         },
         Err(refusal) => {
-            refuse(&mut response, 422, refusal.code(), refusal.to_string());
+            refuse(&mut response, 422, refusal.code(), &refusal.to_string());
             (refusal.code(), response)
         }
     }
@@ -108,7 +108,7 @@ pub fn review(
 fn view(pod: &Pod, namespace: Option<&str>) -> PodView {
     let mut view = mullion_crds::pod::view(pod);
     if view.namespace.is_empty() {
-        view.namespace = namespace.unwrap_or_default().to_owned();
+        namespace.unwrap_or_default().clone_into(&mut view.namespace);
     }
     view
 }
@@ -151,7 +151,7 @@ fn said(pod: &PodView) -> Option<Vec<String>> {
     (!all.is_empty()).then_some(all)
 }
 
-fn refuse(response: &mut AdmissionResponse, status: u16, code: &str, text: String) {
+fn refuse(response: &mut AdmissionResponse, status: u16, code: &str, text: &str) {
     response.allowed = false;
     response.patch = None;
     response.result = Status::failure(&format!("{code}: {text}"), code).with_code(status);

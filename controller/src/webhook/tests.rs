@@ -64,7 +64,7 @@ async fn judged(object: &Value) -> (Value, Value) {
 }
 
 fn with(mut object: Value, path: &str, value: Value) -> Value {
-    *object.pointer_mut(path).map_or_else(|| panic!("no {path}"), |at| at) = value;
+    *object.pointer_mut(path).unwrap_or_else(|| panic!("no {path}")) = value;
     object
 }
 

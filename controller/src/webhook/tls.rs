@@ -92,6 +92,6 @@ pub async fn serve(
         stop.cancelled().await;
         handle.graceful_shutdown(Some(DRAIN));
     };
-    let (served, ()) = tokio::join!(server.serve(routes.into_make_service()), drain);
-    served.map_err(|source| Error::Served { what, address: address.to_string(), source })
+    let (ended, ()) = tokio::join!(server.serve(routes.into_make_service()), drain);
+    ended.map_err(|source| Error::Served { what, address: address.to_string(), source })
 }

@@ -62,6 +62,7 @@ const OLD: &str = "2026-01-01T00:00:00Z";
 const NEW: &str = "2026-01-01T00:02:00Z";
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one table")]
 fn suspicions() {
     enum End {
         Unseen,
@@ -218,11 +219,11 @@ async fn an_allocation_that_led_nowhere_is_undone() {
     // A bind of that pod under way here decides by itself.
     let api = FakeApi::default();
     let context = context(&api);
-    let _turn = context.turns.of("u1".into()).await;
+    let turn = context.turns.of("u1".into()).await;
     assert!(!undo_unbound(&context, &from(allocation(&[], true))).await.unwrap());
     assert!(api.calls().is_empty());
     // One that the garbage collector has marked only waits for our finalizer.
-    drop(_turn);
+    drop(turn);
     let mut marked = allocation(&[], true);
     marked["metadata"]["deletionTimestamp"] = json!(NEW);
     api.put(NAME, marked);
