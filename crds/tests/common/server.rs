@@ -63,9 +63,14 @@ impl Server {
         );
         let deadline = Instant::now() + Duration::from_mins(1);
         while let Err(error) = server.kubectl("admin", &["get", "--raw=/readyz"], None) {
-            let log =
-                || fs::read_to_string(path_in(&server.folder, "kube-apiserver.log")).unwrap_or_default();
-            assert!(Instant::now() < deadline, "the API server is not ready: {error}\n{}", log());
+            let log = |of| fs::read_to_string(path_in(&server.folder, of)).unwrap_or_default();
+            let ended = server.children.iter_mut().any(|c| c.try_wait().is_ok_and(|status| status.is_some()));
+            assert!(
+                !ended && Instant::now() < deadline,
+                "no API server; PATH=$(tests/lab/parts/build):$PATH has what it needs: {error}\n{}\n{}",
+                log("etcd.log"),
+                log("kube-apiserver.log")
+            );
             std::thread::sleep(Duration::from_millis(200));
         }
         server
