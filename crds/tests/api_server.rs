@@ -221,7 +221,7 @@ fn reads(cluster: &Cluster) {
 /// Every rule of the definitions, the policies (WH-06), and a webhook that does not answer (WH-04): who mentions GPUs
 /// is refused, and nobody else notices.
 #[test]
-#[ignore = "needs etcd, kube-apiserver and kubectl on PATH"]
+#[ignore = "needs a cluster's programs on PATH: etcd, kube-apiserver, kubectl"]
 fn cases() {
     let cluster = Cluster::start();
     wait_for_policies(&cluster);
