@@ -162,7 +162,7 @@ async fn a_card_that_vanished_before_the_start_is_never_handed_out() -> Result<(
         })
         .await?;
         let gone = allocation.spec.containers[0].devices[0].uuid.clone();
-        scope.lab.fake("node-b", &["remove", &gone])?;
+        scope.lab.fake("node-b", &["unlist", &gone])?;
         anyhow::Ok((gone, allocation))
     }
     .await;

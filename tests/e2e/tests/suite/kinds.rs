@@ -1,20 +1,32 @@
 //! The API server itself refuses objects of the wrong shape, and writers who are not entitled.
 
 use anyhow::{Context, Result, ensure};
-use mullion_e2e::Scope;
 use mullion_e2e::pods::slice_pod;
+use mullion_e2e::{Lab, Scope};
 
-const AGENT: &str = "system:serviceaccount:mullion-system:mullion-nodeagent";
-
-fn agent_of(node: &str) -> [String; 3] {
-    [
-        format!("--as={AGENT}"),
-        "--as-group=system:serviceaccounts".to_owned(),
-        format!("--as-user-extra=authentication.kubernetes.io/node-name={node}"),
-    ]
+/// A token as the agent of `node` has it: bound to the Node object, so that it carries the node's name and uid.
+fn agent_of(lab: Lab, node: &str) -> Result<Vec<String>> {
+    let uid = lab.kubectl(&["get", "node", node, "-o", "jsonpath={.metadata.uid}"])?;
+    let bound = [format!("--bound-object-name={node}"), format!("--bound-object-uid={}", uid.trim())];
+    let bound = ["--bound-object-kind=Node", &bound[0], &bound[1]];
+    with_token(lab, &bound)
 }
 
-fn kubectl(scope: &Scope, who: &[String; 3], args: &[&str]) -> Result<String> {
+/// Arguments that make kubectl come with a token of the agents' service account and nothing else.
+fn with_token(lab: Lab, bound: &[&str]) -> Result<Vec<String>> {
+    let token =
+        lab.kubectl(&[&["create", "token", "-n", "mullion-system", "mullion-nodeagent"], bound].concat())?;
+    let server =
+        lab.kubectl(&["config", "view", "--minify", "-o", "jsonpath={.clusters[0].cluster.server}"])?;
+    Ok(vec![
+        "--kubeconfig=/dev/null".to_owned(),
+        format!("--server={}", server.trim()),
+        "--insecure-skip-tls-verify".to_owned(),
+        format!("--token={}", token.trim()),
+    ])
+}
+
+fn kubectl(scope: &Scope, who: &[String], args: &[&str]) -> Result<String> {
     let mut all: Vec<&str> = who.iter().map(String::as_str).collect();
     all.extend_from_slice(args);
     scope.lab.kubectl(&all)
@@ -75,7 +87,7 @@ async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
         ("read secrets", &home, vec!["-n", "mullion-system", "get", "secrets"]),
     ];
     for (case, node, args) in cases {
-        let outcome = kubectl(&scope, &agent_of(node), &args);
+        let outcome = kubectl(&scope, &agent_of(scope.lab, node)?, &args);
         let Err(error) = outcome else { anyhow::bail!("{case}: was let through") };
         let text = error.to_string();
         ensure!(text.contains("orbidden") || text.contains("denied"), "{case}: {text}");
@@ -85,12 +97,11 @@ async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
     let same = format!(r#"{{"status":{{"agentVersion":"{version}"}}}}"#);
     kubectl(
         &scope,
-        &agent_of(&home),
+        &agent_of(scope.lab, &home)?,
         &["patch", "gpunode", &home, "--subresource=status", "--type=merge", "-p", &same],
     )?;
     // A token without a node is nobody.
-    let nobody =
-        [format!("--as={AGENT}"), "--as-group=system:serviceaccounts".to_owned(), "--v=0".to_owned()];
+    let nobody = with_token(scope.lab, &[])?;
     let outcome = kubectl(
         &scope,
         &nobody,
