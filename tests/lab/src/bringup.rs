@@ -38,7 +38,10 @@ pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
         }
         join(nodes)
     })?;
-    for_each(&plan.nodes, |node| node::kubelet(lab, node, &pki))?;
+    for_each(&plan.nodes, |node| {
+        node::kubelet(lab, node, &pki)?;
+        if plan.mullion { mullion::agent(lab, node) } else { Ok(()) }
+    })?;
     lab.wait_for("default service account", "controller-manager", Duration::from_mins(1), || {
         api::get("/api/v1/namespaces/default/serviceaccounts/default").ok()
     })?;
@@ -50,7 +53,6 @@ pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
     }
     lab.say(&format!("{} nodes are Ready", plan.nodes.len()));
     if plan.mullion {
-        for_each(&plan.nodes, |node| mullion::agent(lab, node))?;
         mullion::wait(lab)?;
         mullion::keep_tokens(lab);
         lab.say("Mullion is ready");

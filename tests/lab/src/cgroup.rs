@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::layout::CGROUP;
+use crate::layout;
 
 /// Mount points of every cgroup hierarchy, v1 and v2.
 fn hierarchies() -> Result<Vec<(PathBuf, bool)>> {
@@ -33,7 +33,7 @@ pub fn create(node: &str) -> Result<()> {
     let all = hierarchies()?;
     let unified_only = all.iter().all(|(_, v2)| *v2);
     for (root, v2) in &all {
-        let parent = root.join(CGROUP);
+        let parent = root.join(layout::cgroup());
         let leaf = parent.join(node);
         if *v2 && !unified_only {
             // A hybrid machine's v2 tree has no controllers; the kubelet does not use it.
@@ -69,7 +69,7 @@ pub fn remove_all(patience: Duration) -> Result<()> {
     loop {
         let mut left = Vec::new();
         for (root, _) in hierarchies()? {
-            remove_tree(&root.join(CGROUP), &mut left);
+            remove_tree(&root.join(layout::cgroup()), &mut left);
         }
         if left.is_empty() {
             return Ok(());

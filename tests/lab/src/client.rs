@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail};
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::layout::{self, Plan, RUN};
+use crate::layout::{self, Plan};
 use crate::part::Fault;
 use crate::supervisor::{LabStatus, Reply, Request};
 
@@ -117,7 +117,7 @@ pub fn enter(node: Option<&str>, part: Option<&str>, command: &[OsString]) -> Re
     enter.env("PATH", format!("{}:{path}", own.join(":"))).env("KUBECONFIG", layout::admin_kubeconfig());
     // Whatever runs in there finds the lab again, without building it, and leaves no cache at home.
     enter.env("MULLION_LAB_BIN", std::env::current_exe()?).env("KUBECACHEDIR", layout::run("kube-cache"));
-    enter.env("MULLION_LAB_RUN", RUN);
+    enter.env("MULLION_LAB_RUN", layout::root());
     enter.args(command);
     Err(enter.exec()).context("cannot start nsenter (package util-linux)")
 }

@@ -16,9 +16,10 @@ use crate::{api, mounts};
 
 /// Starts etcd and the API server, and returns when it is ready.
 pub fn apiserver(lab: &Lab, pki: &Pki) -> Result<()> {
+    let data = format!("--data-dir={}", layout::run("etcd/data").display());
     let etcd = [
         "--name=lab",
-        "--data-dir=/run/mullion-lab/etcd/data",
+        &data,
         "--listen-client-urls=http://127.0.0.1:2379",
         "--advertise-client-urls=http://127.0.0.1:2379",
         "--listen-peer-urls=http://127.0.0.1:2380",
@@ -78,6 +79,11 @@ fn start(lab: &Lab, pki: &Pki) -> Result<()> {
         ("kubelet-client-certificate", file(&kubelet.cert)),
         ("kubelet-client-key", file(&kubelet.key)),
         ("kubelet-preferred-address-types", "InternalIP".into()),
+        ("requestheader-allowed-names", "front-proxy-client".into()),
+        ("requestheader-client-ca-file", file(&pki.path("front-proxy-ca.crt"))),
+        ("requestheader-extra-headers-prefix", "X-Remote-Extra-".into()),
+        ("requestheader-group-headers", "X-Remote-Group".into()),
+        ("requestheader-username-headers", "X-Remote-User".into()),
         ("secure-port", "6443".into()),
         ("service-account-issuer", "https://kubernetes.default.svc".into()),
         ("service-account-key-file", file(&pki.path("sa.pub"))),

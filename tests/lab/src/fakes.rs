@@ -1,6 +1,7 @@
 //! A node's fake cards: the driver's state file, device nodes, driver library and NVIDIA's CDI spec.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -33,7 +34,9 @@ pub fn create(lab: &Lab, node: &NodePlan) -> Result<()> {
 /// A character device that can be opened: the null device under another name, as there is no NVIDIA driver.
 fn device(path: &Path) -> Result<()> {
     mknod(path, SFlag::S_IFCHR, Mode::from_bits_truncate(0o666), makedev(1, 3))
-        .with_context(|| format!("cannot make device node {}", path.display()))
+        .with_context(|| format!("cannot make device node {}", path.display()))?;
+    // As NVIDIA's driver leaves them, whatever this process's umask says.
+    fs::set_permissions(path, fs::Permissions::from_mode(0o666)).context("cannot open a device node to all")
 }
 
 /// Writes the node's `/etc/cdi/nvidia.yaml` as NVIDIA's toolkit would.

@@ -1,27 +1,70 @@
 //! Where the lab keeps things, and its addresses.
 //!
-//! One lab per machine: the folder is also the lock (see `reap`). What must be seen from outside (sockets, logs,
+//! One lab per name and machine: the folder is also the lock (see `reap`). What must be seen from outside (sockets, logs,
 //! kubeconfigs, fake driver states) lies on the machine's own filesystem; what containers and etcd write lies in
 //! tmpfs mounts that exist only inside the lab.
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use anyhow::{Result, bail};
 
 use serde::{Deserialize, Serialize};
 
-/// The lab's folder.
-pub const RUN: &str = "/run/mullion-lab";
 /// The API server's address, on the bridge that joins nodes and controllers.
 pub const API_ADDRESS: &str = "10.97.0.1";
 /// Where a kubeconfig points.
 pub const API_URL: &str = "https://10.97.0.1:6443";
 /// Host name under which the API server calls the webhook; no kube-proxy, so `/etc/hosts` resolves it.
 pub const WEBHOOK_HOST: &str = "mullion-webhook.mullion-system.svc";
-/// Parent of every pod's cgroup, in each hierarchy.
-pub const CGROUP: &str = "lab";
 /// Most nodes with a kubelet: their addresses are 10.97.0.11 and up.
 pub const MAX_NODES: usize = 60;
 /// Most controllers: their addresses are 10.97.0.101 and up.
 pub const MAX_CONTROLLERS: usize = 20;
+
+/// Variable that names a second lab on one machine, beside the unnamed one; names are short words.
+pub const NAME_VARIABLE: &str = "MULLION_LAB_NAME";
+
+static NAME: OnceLock<String> = OnceLock::new();
+
+/// What comes after the fixed part of the lab's names: nothing, or `-<name>`.
+fn suffix() -> &'static str {
+    NAME.get_or_init(|| {
+        std::env::var(NAME_VARIABLE).ok().and_then(|name| parse_name(&name)).unwrap_or_default()
+    })
+}
+
+/// `-<name>`, empty for the unnamed lab, `None` where the name cannot be part of a path and a cgroup.
+fn parse_name(name: &str) -> Option<String> {
+    let fits = name.len() <= 20 && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
+    fits.then(|| if name.is_empty() { String::new() } else { format!("-{name}") })
+}
+
+/// The lab's name, empty for the unnamed one.
+pub fn name() -> &'static str {
+    suffix().trim_start_matches('-')
+}
+
+/// Refuses a lab name that [`suffix`] would not take.
+pub fn check_name() -> Result<()> {
+    match std::env::var(NAME_VARIABLE) {
+        Ok(name) if parse_name(&name).is_none() => {
+            bail!("{NAME_VARIABLE}={name:?}: use up to 20 lower-case letters and digits")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The lab's folder.
+pub fn root() -> &'static Path {
+    static ROOT: OnceLock<PathBuf> = OnceLock::new();
+    ROOT.get_or_init(|| PathBuf::from(format!("/run/mullion-lab{}", suffix())))
+}
+
+/// Parent of every pod's cgroup, in each hierarchy.
+pub fn cgroup() -> String {
+    format!("lab{}", suffix())
+}
 
 /// What `lab up` was asked for, passed down to the supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -68,7 +111,7 @@ impl NodePlan {
 
     /// The node's files, in a tmpfs that exists only inside the lab.
     pub fn dir(&self) -> PathBuf {
-        Path::new(RUN).join("nodes").join(&self.name)
+        root().join("nodes").join(&self.name)
     }
 
     /// State file of the node's fake driver, seen from inside and outside.
@@ -99,7 +142,7 @@ pub fn fake_state(node: &str) -> PathBuf {
 
 /// A path in the lab's folder.
 pub fn run(name: &str) -> PathBuf {
-    Path::new(RUN).join(name)
+    root().join(name)
 }
 
 /// The supervisor's control socket.
@@ -120,4 +163,18 @@ pub fn audit_log() -> PathBuf {
 /// Kubeconfig of the cluster's administrator.
 pub fn admin_kubeconfig() -> PathBuf {
     run("admin.kubeconfig")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_labs() {
+        for (name, want) in
+            [("", Some("")), ("two", Some("-two")), ("../x", None), ("A", None), ("a-b", None)]
+        {
+            assert_eq!(parse_name(name).as_deref(), want, "{name:?}");
+        }
+    }
 }

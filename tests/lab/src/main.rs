@@ -125,7 +125,7 @@ struct Up {
 }
 
 fn main() -> ExitCode {
-    match run(Args::parse().verb) {
+    match layout::check_name().and_then(|()| run(Args::parse().verb)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("lab: {error:#}");

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 
-use crate::layout::{self, NodePlan, RUN};
+use crate::layout::{self, NodePlan};
 
 /// Kernel settings that a kubelet insists on. They belong to the whole machine, so each node gets files in their
 /// place: the kubelet finds what it wants and writes nothing.
@@ -33,9 +33,9 @@ pub fn enter_lab() -> Result<File> {
     // A private /run: network namespaces, sockets and locks of the parts stay inside.
     let new = layout::run(".run");
     tmpfs(&new)?;
-    let inside = new.join("mullion-lab");
+    let inside = new.join(own_name());
     fs::create_dir(&inside).with_context(|| format!("cannot make {}", inside.display()))?;
-    bind(Path::new(RUN), &inside)?;
+    bind(layout::root(), &inside)?;
     fs::create_dir(new.join("lock")).context("cannot make /run/lock")?;
     mount(Some(&new), "/run", None::<&str>, MsFlags::MS_MOVE, None::<&str>)
         .context("cannot move the lab's /run in place")?;
@@ -86,13 +86,18 @@ pub fn enter_node(node: &NodePlan) -> Result<()> {
     }
     // Last, because it hides the lab's own view of /run.
     let run = dir.join("run");
-    for sub in ["mullion-lab", "cdi", "lock", "netns"] {
+    for sub in [own_name(), "cdi", "lock", "netns"] {
         fs::create_dir_all(run.join(sub)).with_context(|| format!("cannot make /run/{sub}"))?;
     }
-    bind(Path::new(RUN), &run.join("mullion-lab"))?;
+    bind(layout::root(), &run.join(own_name()))?;
     bind(&run, Path::new("/run"))?;
     // As on an ordinary machine: what the kubelet mounts for a pod reaches the runtime and back.
     mark("/", MsFlags::MS_SHARED | MsFlags::MS_REC)
+}
+
+/// Name of the lab's folder below `/run`.
+fn own_name() -> &'static str {
+    layout::root().file_name().and_then(|name| name.to_str()).unwrap_or("mullion-lab")
 }
 
 fn mark(at: &str, flags: MsFlags) -> Result<()> {

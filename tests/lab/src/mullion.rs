@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-use crate::layout::{self, CGROUP, NodePlan, numbered};
+use crate::layout::{self, NodePlan, numbered};
 use crate::node::REAL_NODE_LABEL;
 use crate::part::{Fault, Spec};
 use crate::pki::{write, write_kubeconfig};
@@ -64,20 +64,24 @@ pub fn controllers(lab: &Lab, documents: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// Starts the agent of a node that is Ready.
+/// Starts the agent of a node as soon as its kubelet has registered it.
 pub fn agent(lab: &Lab, node: &NodePlan) -> Result<()> {
     fakes::write_cdi(lab, node)?;
     let library = node.dir().join("driver/libnvidia-ml.so.1");
     if !library.exists() {
         bail!("{} has no libnvidia_ml.so: build it with `cargo build -p fake-nvml`", lab.plan.bin.display());
     }
-    let uid = node_uid(&api::get(&format!("/api/v1/nodes/{}", node.name))?)?;
+    let kubelet = format!("kubelet@{}", node.name);
+    let object = lab.wait_for("Node object", &kubelet, Duration::from_mins(1), || {
+        api::get(&format!("/api/v1/nodes/{}", node.name)).ok()
+    })?;
+    let uid = node_uid(&object)?;
     let kubeconfig = identity(&agent_name(&node.name), "mullion-nodeagent", Some((&node.name, &uid)))?;
     let config = node.dir().join("config/agent.yaml");
     let text = json!({
         "apiVersion": "config.mullion.io/v1alpha1",
         "kind": "NodeAgentConfig",
-        "cgroupRoot": format!("/{CGROUP}/{}", node.name),
+        "cgroupRoot": format!("/{}/{}", layout::cgroup(), node.name),
         "enforcement": "report",
     });
     write(&config, &text.to_string())?;

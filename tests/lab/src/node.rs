@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::json;
 
-use crate::layout::{CGROUP, NodePlan};
+use crate::layout::{self, NodePlan};
 use crate::part::Spec;
 use crate::pki::Pki;
 use crate::supervisor::Lab;
@@ -67,7 +67,7 @@ pub fn kubelet(lab: &Lab, node: &NodePlan, pki: &Pki) -> Result<()> {
         "tlsCertFile": serving.cert,
         "tlsPrivateKeyFile": serving.key,
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": format!("/{CGROUP}/{}", node.name),
+        "cgroupRoot": format!("/{}/{}", layout::cgroup(), node.name),
         "clusterDNS": ["10.96.0.10"],
         "clusterDomain": "cluster.local",
         "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
@@ -83,6 +83,9 @@ pub fn kubelet(lab: &Lab, node: &NodePlan, pki: &Pki) -> Result<()> {
         "maxPods": 200,
         // Without CAP_SYS_RESOURCE it could not be lowered.
         "oomScoreAdj": 0,
+        // Default 10 s and 5 min: tests wait for allocatable to follow a device plugin.
+        "nodeStatusReportFrequency": "5m",
+        "nodeStatusUpdateFrequency": "1s",
         "podCIDR": node.pod_cidr(),
         "resolvConf": dir.join("config/resolv.conf"),
         "volumePluginDir": "/var/lib/kubelet/volume-plugins",

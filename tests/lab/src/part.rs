@@ -58,6 +58,8 @@ impl Spec {
         argv.extend(self.argv.iter().cloned());
         let mut command = Command::new(&argv[0]);
         command.args(&argv[1..]).env_clear().env("PATH", path).env("HOME", "/root");
+        // Tells whose process it is.
+        command.env(layout::NAME_VARIABLE, layout::name());
         command.envs(self.env.iter().map(|(name, value)| (name, value))).current_dir("/");
         command
     }

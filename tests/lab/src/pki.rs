@@ -33,17 +33,15 @@ impl Pki {
     pub fn create() -> Result<Self> {
         let dir = layout::run("pki");
         fs::create_dir_all(&dir).context("cannot make the folder for certificates")?;
-        let mut params = CertificateParams::new(Vec::new())?;
-        params.distinguished_name.push(DnType::CommonName, "mullion-lab");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        let key = KeyPair::generate()?;
-        let cert = params.self_signed(&key)?;
-        write(&dir.join("ca.crt"), &cert.pem())?;
+        // Nothing is signed with it; without one, schedulers complain about its absence for as long as they run.
+        let (_, proxies) = authority("mullion-lab-front-proxy")?;
+        write(&dir.join("front-proxy-ca.crt"), &proxies)?;
+        let (issuer, cert) = authority("mullion-lab")?;
+        write(&dir.join("ca.crt"), &cert)?;
         let accounts = KeyPair::generate()?;
         write(&dir.join("sa.key"), &accounts.serialize_pem())?;
         write(&dir.join("sa.pub"), &accounts.public_key_pem())?;
-        Ok(Self { dir, issuer: Issuer::new(params, key) })
+        Ok(Self { dir, issuer })
     }
 
     /// A file in the folder of certificates.
@@ -106,6 +104,17 @@ impl Pki {
         ];
         self.server("apiserver", &names)
     }
+}
+
+/// A new certificate authority and its certificate in PEM.
+fn authority(name: &str) -> Result<(Issuer<'static, KeyPair>, String)> {
+    let mut params = CertificateParams::new(Vec::new())?;
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let key = KeyPair::generate()?;
+    let cert = params.self_signed(&key)?.pem();
+    Ok((Issuer::new(params, key), cert))
 }
 
 /// Writes a kubeconfig for the lab's API server with the given credentials.

@@ -16,7 +16,7 @@ use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::socket::{getsockopt, sockopt};
 use nix::unistd::Pid;
 
-use crate::layout::{self, RUN};
+use crate::layout::{self, root};
 use crate::{cgroup, client};
 
 /// Runs the lab described by `plan` (JSON, passed on as it is). Standard input is a pipe from `lab up`: its end before
@@ -32,10 +32,11 @@ pub fn run(plan: &str) -> Result<()> {
     };
     remove_leftovers()?;
     // Everybody's keys and tokens are in there.
-    fs::set_permissions(RUN, fs::Permissions::from_mode(0o700))
+    fs::set_permissions(root(), fs::Permissions::from_mode(0o700))
         .context("cannot close the lab's folder to others")?;
     for dir in ["logs", "fake"] {
-        fs::create_dir_all(layout::run(dir)).with_context(|| format!("cannot make {RUN}/{dir}"))?;
+        fs::create_dir_all(layout::run(dir))
+            .with_context(|| format!("cannot make {}/{dir}", root().display()))?;
     }
     let mut tree = Command::new("unshare")
         .args(["--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "--"])
@@ -59,8 +60,8 @@ pub fn run(plan: &str) -> Result<()> {
     let leash = tree.stdin.take();
     let _ = tree.wait();
     wait_for_supervisor();
-    let cleaned =
-        remove_leftovers().and_then(|()| fs::remove_dir_all(RUN).context("cannot remove the lab's folder"));
+    let cleaned = remove_leftovers()
+        .and_then(|()| fs::remove_dir_all(root()).context("cannot remove the lab's folder"));
     if let Err(error) = &cleaned {
         let _ = writeln!(std::io::stdout(), "! {error:#}");
     }
@@ -72,8 +73,9 @@ pub fn run(plan: &str) -> Result<()> {
 fn lock() -> Result<Option<Flock<File>>> {
     let deadline = Instant::now() + Duration::from_secs(15);
     loop {
-        fs::create_dir_all(RUN).with_context(|| format!("cannot make {RUN}: the lab needs root"))?;
-        let dir = File::open(RUN).with_context(|| format!("cannot open {RUN}"))?;
+        fs::create_dir_all(root())
+            .with_context(|| format!("cannot make {}: the lab needs root", root().display()))?;
+        let dir = File::open(root()).with_context(|| format!("cannot open {}", root().display()))?;
         let Ok(dir) = Flock::lock(dir, FlockArg::LockExclusiveNonblock) else {
             if client::supervisor_pid().is_ok() || Instant::now() > deadline {
                 return Ok(None);
@@ -83,7 +85,7 @@ fn lock() -> Result<Option<Flock<File>>> {
         };
         // The former holder may have removed the folder between our open and our lock.
         let ours = dir.metadata().context("cannot read the lock")?.ino();
-        if fs::metadata(RUN).is_ok_and(|now| now.ino() == ours) {
+        if fs::metadata(root()).is_ok_and(|now| now.ino() == ours) {
             return Ok(Some(dir));
         }
     }
@@ -91,7 +93,7 @@ fn lock() -> Result<Option<Flock<File>>> {
 
 /// Whether some reaper holds the lock, that is, a lab runs or is being cleaned up.
 fn is_locked() -> bool {
-    File::open(RUN).is_ok_and(|dir| Flock::lock(dir, FlockArg::LockExclusiveNonblock).is_err())
+    File::open(root()).is_ok_and(|dir| Flock::lock(dir, FlockArg::LockExclusiveNonblock).is_err())
 }
 
 /// Kills the supervisor, or `unshare` when it has not started one yet.
@@ -131,7 +133,7 @@ fn wait_for_supervisor() {
 fn remove_leftovers() -> Result<()> {
     wait_for_supervisor();
     cgroup::remove_all(Duration::from_secs(15))?;
-    for entry in fs::read_dir(RUN).context("cannot read the lab's folder")?.flatten() {
+    for entry in fs::read_dir(root()).context("cannot read the lab's folder")?.flatten() {
         let path = entry.path();
         let removed = if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             fs::remove_dir_all(&path)
@@ -170,10 +172,11 @@ pub fn down() -> Result<()> {
     }
     let Some(_lock) = lock()? else {
         anyhow::bail!(
-            "the lab is still there after 30 s: see `lab status` and the processes that hold {RUN} open"
+            "the lab is still there after 30 s: see `lab status` and the processes that hold {} open",
+            root().display()
         )
     };
     // Nothing, unless the reaper was killed as well.
     remove_leftovers()?;
-    fs::remove_dir(RUN).context("cannot remove the lab's folder")
+    fs::remove_dir(root()).context("cannot remove the lab's folder")
 }

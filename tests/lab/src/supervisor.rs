@@ -206,7 +206,7 @@ fn end_without_reaper(outside: &fs::File) -> ! {
     let _ = unshare(CloneFlags::CLONE_FS);
     let _ = setns(outside, CloneFlags::CLONE_NEWNS);
     let _ = cgroup::remove_all(Duration::from_secs(10));
-    let _ = fs::remove_dir_all(layout::RUN);
+    let _ = fs::remove_dir_all(layout::root());
     std::process::exit(1);
 }
 
