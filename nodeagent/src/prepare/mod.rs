@@ -133,7 +133,7 @@ impl Preparer {
         Ok(owners)
     }
 
-    #[instrument(skip_all, fields(pod_uid = %owner.pod, container = owner.container))]
+    #[instrument(name = "prepare", skip_all, fields(pod_uid = %owner.pod, container = owner.container))]
     async fn one(&self, owner: &Owner, deadline: Instant) -> Result<(), Refusal> {
         mullion_telemetry::in_pod_trace(&Span::current(), owner.pod.as_str());
         if !files::is_plain(owner.pod.as_str()) || !files::is_plain(&owner.container) {
