@@ -60,8 +60,8 @@ async fn webhook(State(webhook): State<Webhook>, body: Bytes) -> Response {
             span.in_scope(|| {
                 let stamp = || AdmissionStamp::new(&request.uid, since, SystemTime::now());
                 let (outcome, response) = review::review(&request, &webhook.defaults, stamp);
-                let message = response.result.message.as_str();
-                tracing::info!(allowed = response.allowed, code = outcome, message, "reviewed pod");
+                let reason = response.result.message.as_str();
+                tracing::info!(allowed = response.allowed, code = outcome, reason, "reviewed pod");
                 (outcome, axum::Json(wire(response)).into_response())
             })
         }
