@@ -65,7 +65,7 @@ where
 
 /// At the end, where an eye that does not need it stops reading.
 fn splice_text(line: &str, trace: &str) -> String {
-    format!("{} trace_id={trace}\n", line.trim_end_matches('\n'))
+    format!("{} trace_id={trace}\n", line.trim_end())
 }
 
 /// As the first member of the object; the name is OpenTelemetry's for JSON logs.
