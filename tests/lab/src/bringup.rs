@@ -27,14 +27,18 @@ pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
         control_plane::apiserver(lab, &pki)?;
         lab.say("the API server is ready");
         control_plane::controllers(lab, &pki)?;
+        let mut documents = Vec::new();
         if plan.mullion {
-            let documents = mullion::install(lab)?;
-            mullion::controllers(lab, &documents)?;
+            documents = mullion::install(lab)?;
             lab.say("Mullion's manifests are applied");
         }
+        // Before the controllers run: they would follow every step of it.
         if plan.fake_nodes > 0 {
             fake_nodes::create(plan.fake_nodes, plan.mullion)?;
             lab.say(&format!("{} nodes without a kubelet are made", plan.fake_nodes));
+        }
+        if plan.mullion {
+            mullion::controllers(lab, &documents)?;
         }
         join(nodes)
     })?;

@@ -102,8 +102,8 @@ pub fn controllers(lab: &Lab, pki: &Pki) -> Result<()> {
     let flags = [
         ("authentication-kubeconfig", file(&manager)),
         ("authorization-kubeconfig", file(&manager)),
-        // With it, nodes without a kubelet would be tainted as gone.
-        ("controllers", "*,-node-lifecycle-controller".into()),
+        // The one would taint nodes without a kubelet as gone, the other writes to every new node for nothing.
+        ("controllers", "*,-node-lifecycle-controller,-ttl-controller".into()),
         ("kube-api-burst", "400".into()),
         ("kube-api-qps", "200".into()),
         ("kubeconfig", file(&manager)),

@@ -88,6 +88,12 @@ fn gpu_node_status(state: &NodeState, node_uid: &str, since: &str) -> Value {
         "agentVersion": env!("CARGO_PKG_VERSION"),
         "cards": state.cards.iter().map(card).collect::<Vec<_>>(),
         "conditions": conditions,
+        "summary": {
+            "gpus": format!("{0}/{0}", state.cards.len()),
+            "freeMemory": format!("{0}Gi/{0}Gi", state.cards.iter().map(|card| card.memory_mib).sum::<u64>() / 1024),
+            "mig": "off",
+            "health": "Healthy",
+        },
     })
 }
 
