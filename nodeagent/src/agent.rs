@@ -28,7 +28,7 @@ use crate::events::Announcer;
 use crate::health::Watcher;
 use crate::inventory::Publisher;
 use crate::metrics::{self, Metrics};
-use crate::nvml::{self, DriverHandle};
+use crate::nvml::{self, DriverHandle, EventThread};
 use crate::prepare::driver_files::Finder;
 use crate::prepare::{Preparer, files};
 use crate::release::{self, Releaser};
@@ -55,97 +55,27 @@ pub async fn run(
     files::folder(&settings.state_dir)?;
     let state = State::open(&settings.state_dir.join("state.db")).await?;
     let (world, offered) = restore(&settings, &state).await?;
-    let (node, boot_id) = (world.node.clone(), world.boot_id.clone());
-    info!(%node, slots = offered.len(), allocations = world.allocations.len(), "starting");
-    let shared = Shared::new(world);
-    let metrics = Arc::new(Metrics::default());
-    let audit = Audit::new(settings.state_dir.join("audit.db"));
-    let finder =
-        Arc::new(Finder::new(settings.driver_cdi_dirs.clone(), settings.state_dir.join("nvidia-cdi.yaml")));
-
-    let mut tasks: JoinSet<Result<(), Error>> = JoinSet::new();
-    let (offer, offered) = watch::channel(Arc::new(offered));
-    let preparer = Arc::new(Preparer::new(
-        settings.clone(),
-        Arc::clone(&shared),
-        state.clone(),
-        audit.clone(),
-        Arc::clone(&finder),
-    ));
-    let prepare: Prepare = Arc::new(move |ids| {
-        let preparer = Arc::clone(&preparer);
-        async move { preparer.prepare(ids).await }.boxed()
-    });
-    let service = Service::new(offered, prepare, Arc::clone(&metrics));
-    let (registered, is_registered) = watch::channel(false);
-    tasks.spawn(device_plugin::run(settings.device_plugin_dir.clone(), service, registered));
-
+    info!(node = %world.node, slots = offered.len(), allocations = world.allocations.len(), "starting");
     let (facts, received) = mpsc::unbounded_channel();
-    tasks.spawn(start_log(audit.clone(), Arc::clone(&shared), state.clone(), boot_id));
-    tasks.spawn(never_fails(api::append_facts(audit.clone(), received)));
-    tasks.spawn(never_fails(keep_slots(
-        settings.clone(),
-        Arc::clone(&shared),
-        state.clone(),
-        offer,
-        is_registered.clone(),
-        facts.clone(),
-    )));
-    tasks.spawn(never_fails(keep_signs(settings.clone(), Arc::clone(&shared), finder, is_registered)));
-
-    let driver = DriverHandle::start(settings.nvml_library.clone(), Arc::clone(&metrics))?;
-    let (_events, xids) = nvml::listen(settings.nvml_library.clone(), Arc::clone(&metrics))?;
-    let watcher = Watcher {
-        driver: driver.clone(),
-        xids,
-        shared: Arc::clone(&shared),
-        audit: audit.clone(),
-        state: state.clone(),
-        settings: settings.health.clone(),
-        announcer: Announcer::new(client.clone(), Arc::clone(&shared), Arc::clone(&metrics), node),
-    };
-    tasks.spawn(never_fails(watcher.run()));
-    let registry = metrics::registry(&metrics, &shared, audit.clone());
-    tasks.spawn(metrics::serve(settings.listen, registry, Arc::clone(&shared)));
-
-    let watches = Watches {
-        client: client.clone(),
-        shared: Arc::clone(&shared),
-        state: state.clone(),
-        facts: facts.clone(),
-    };
-    tasks.spawn(never_fails(watches.run()));
-    let publisher = Publisher {
-        client: client.clone(),
-        shared: Arc::clone(&shared),
-        state: state.clone(),
-        audit: audit.clone(),
-        metrics: Arc::clone(&metrics),
-        turn: Arc::new(Mutex::new(())),
-    };
-    tasks.spawn(never_fails(publisher.clone().run()));
-    let syncer = Syncer {
-        client: client.clone(),
-        shared: Arc::clone(&shared),
-        settings: settings.clone(),
-        metrics: Arc::clone(&metrics),
-        facts,
-    };
-    tasks.spawn(never_fails(syncer.run()));
-    let releaser = Releaser {
-        client,
-        shared: Arc::clone(&shared),
-        state: state.clone(),
-        audit: audit.clone(),
-        driver,
+    let mut agent = Agent {
+        shared: Shared::new(world),
+        metrics: Arc::new(Metrics::default()),
+        audit: Audit::new(settings.state_dir.join("audit.db")),
+        state,
         settings,
-        metrics,
+        facts,
+        tasks: JoinSet::new(),
     };
-    tasks.spawn(never_fails(releaser.run()));
+    agent.serve_kubelet(offered);
+    agent.spawn(start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone()));
+    agent.spawn(api::append_facts(agent.audit.clone(), received));
+    let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;
+    let _events = agent.watch_cards(driver.clone(), &client)?;
+    let publisher = agent.serve_cluster(driver, client);
 
     let result = tokio::select! {
         () = stop => Ok(()),
-        ended = tasks.join_next() => match ended {
+        ended = agent.tasks.join_next() => match ended {
             Some(Ok(result)) => result,
             // A task that panicked: the message is on stderr already.
             Some(Err(error)) => {
@@ -156,7 +86,7 @@ pub async fn run(
         },
     };
     info!("closing the node for new pods");
-    shared.change(|w| w.closed = true);
+    agent.shared.change(|w| w.closed = true);
     match tokio::time::timeout(FAREWELL, publisher.publish()).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
@@ -164,15 +94,128 @@ pub async fn run(
         }
         Err(_) => warn!("node not closed: the API server does not answer"),
     }
-    tasks.shutdown().await;
-    audit.close().await;
-    state.close().await;
+    agent.tasks.shutdown().await;
+    agent.audit.close().await;
+    agent.state.close().await;
     result
 }
 
-async fn never_fails(task: impl Future<Output = ()>) -> Result<(), Error> {
-    task.await;
-    Ok(())
+/// What all parts share.
+struct Agent {
+    settings: Settings,
+    shared: Arc<Shared>,
+    state: State,
+    audit: Audit,
+    metrics: Arc<Metrics>,
+    facts: mpsc::UnboundedSender<Entry>,
+    tasks: JoinSet<Result<(), Error>>,
+}
+
+impl Agent {
+    fn spawn(&mut self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(async move {
+            task.await;
+            Ok(())
+        });
+    }
+
+    /// The device plugin, with the slots of the last run until the cards are known.
+    fn serve_kubelet(&mut self, offered: Vec<String>) {
+        let settings = &self.settings;
+        let finder = Arc::new(Finder::new(
+            settings.driver_cdi_dirs.clone(),
+            settings.state_dir.join("nvidia-cdi.yaml"),
+        ));
+        let (offer, offered) = watch::channel(Arc::new(offered));
+        let preparer = Arc::new(Preparer::new(
+            settings.clone(),
+            Arc::clone(&self.shared),
+            self.state.clone(),
+            self.audit.clone(),
+            Arc::clone(&finder),
+        ));
+        let prepare: Prepare = Arc::new(move |ids| {
+            let preparer = Arc::clone(&preparer);
+            async move { preparer.prepare(ids).await }.boxed()
+        });
+        let service = Service::new(offered, prepare, Arc::clone(&self.metrics));
+        let (registered, is_registered) = watch::channel(false);
+        self.tasks.spawn(device_plugin::run(settings.device_plugin_dir.clone(), service, registered));
+        let slots = keep_slots(
+            settings.clone(),
+            Arc::clone(&self.shared),
+            self.state.clone(),
+            offer,
+            is_registered.clone(),
+            self.facts.clone(),
+        );
+        let signs = keep_signs(settings.clone(), Arc::clone(&self.shared), finder, is_registered);
+        self.spawn(slots);
+        self.spawn(signs);
+    }
+
+    /// Health, events and metrics of the cards.
+    fn watch_cards(&mut self, driver: DriverHandle, client: &Client) -> Result<EventThread, Error> {
+        let (events, xids) = nvml::listen(self.settings.nvml_library.clone(), Arc::clone(&self.metrics))?;
+        let announcer = Announcer::new(
+            client.clone(),
+            Arc::clone(&self.shared),
+            Arc::clone(&self.metrics),
+            self.settings.node.clone(),
+        );
+        let watcher = Watcher {
+            driver,
+            xids,
+            shared: Arc::clone(&self.shared),
+            audit: self.audit.clone(),
+            state: self.state.clone(),
+            settings: self.settings.health.clone(),
+            announcer,
+        };
+        self.spawn(watcher.run());
+        let registry = metrics::registry(&self.metrics, &self.shared, self.audit.clone());
+        self.tasks.spawn(metrics::serve(self.settings.listen, registry, Arc::clone(&self.shared)));
+        Ok(events)
+    }
+
+    /// Everything that needs the API server.
+    fn serve_cluster(&mut self, driver: DriverHandle, client: Client) -> Publisher {
+        let api = Watches {
+            client: client.clone(),
+            shared: Arc::clone(&self.shared),
+            state: self.state.clone(),
+            facts: self.facts.clone(),
+        };
+        self.spawn(api.run());
+        let publisher = Publisher {
+            client: client.clone(),
+            shared: Arc::clone(&self.shared),
+            state: self.state.clone(),
+            audit: self.audit.clone(),
+            metrics: Arc::clone(&self.metrics),
+            turn: Arc::new(Mutex::new(())),
+        };
+        self.spawn(publisher.clone().run());
+        let syncer = Syncer {
+            client: client.clone(),
+            shared: Arc::clone(&self.shared),
+            settings: self.settings.clone(),
+            metrics: Arc::clone(&self.metrics),
+            facts: self.facts.clone(),
+        };
+        self.spawn(syncer.run());
+        let releaser = Releaser {
+            client,
+            shared: Arc::clone(&self.shared),
+            state: self.state.clone(),
+            audit: self.audit.clone(),
+            driver,
+            settings: self.settings.clone(),
+            metrics: Arc::clone(&self.metrics),
+        };
+        self.spawn(releaser.run());
+        publisher
+    }
 }
 
 /// The world as the last run left it, and the slots that the kubelet was offered.
@@ -205,8 +248,8 @@ async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<Strin
 }
 
 /// Opens the audit log; where the state file was lost, takes from the log what is held.
-async fn start_log(audit: Audit, shared: Arc<Shared>, state: State, boot_id: String) -> Result<(), Error> {
-    let node = shared.read(|w| w.node.clone());
+async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
+    let (node, boot_id) = shared.read(|w| (w.node.clone(), w.boot_id.clone()));
     audit.open(&node).await;
     if state.fresh {
         match audit.held(&node).await {
@@ -235,7 +278,7 @@ async fn start_log(audit: Audit, shared: Arc<Shared>, state: State, boot_id: Str
     if let Err(error) = audit.append(event).await {
         warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
     }
-    std::future::pending().await
+    std::future::pending::<()>().await;
 }
 
 /// Keeps the offer to the kubelet right.

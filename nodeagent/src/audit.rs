@@ -114,7 +114,7 @@ impl Audit {
     }
 }
 
-/// On a thread of its own: SQLx's migrator makes a future that the compiler cannot prove to be `Send`.
+/// On a thread of its own: the migrator of sqlx makes a future that the compiler cannot prove to be `Send`.
 async fn open(options: Options) -> Result<AuditLog, mullion_audit::Error> {
     let path = options.path.clone();
     let runtime = tokio::runtime::Handle::current();

@@ -56,7 +56,7 @@ impl Cgroups {
     }
 }
 
-/// Paths of a pod's cgroup below the kubelet's root: by QoS class, as the cgroupfs and the systemd driver name them
+/// Paths of a pod's cgroup below the kubelet's root: by quality-of-service class, as the cgroupfs and the systemd driver name them
 /// (`pkg/kubelet/cm` of Kubernetes).
 fn names(pod: &str) -> Vec<String> {
     let escaped = pod.replace('-', "_");

@@ -250,15 +250,19 @@ impl Watcher {
         let turns = match result {
             Ok(survey) => {
                 let mut turns = BTreeMap::new();
+                let mut changed = false;
                 self.shared.change_if(|world| {
                     let before = (world.cards.clone(), world.driver.clone());
                     turns = take_in(world, &survey, &self.settings, now);
-                    let changed = before != (world.cards.clone(), world.driver.clone());
+                    changed = before != (world.cards.clone(), world.driver.clone());
                     if changed {
                         world.refold_node();
                     }
                     changed
                 });
+                if changed {
+                    self.keep().await;
+                }
                 turns
             }
             Err(error) => {
@@ -267,6 +271,14 @@ impl Watcher {
             }
         };
         self.tell(turns).await;
+    }
+
+    /// For the next run in this boot.
+    async fn keep(&self) {
+        let Some(cards) = self.shared.read(|w| w.cards.clone()) else { return };
+        if let Err(error) = self.state.put(Key::Cards, &cards).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "cards not kept");
+        }
     }
 
     fn driver_down(&self, error: &Error) {
@@ -291,29 +303,27 @@ impl Watcher {
         let XidSeen { card, xid } = seen;
         info!(card, xid, "XID");
         let mut turns = BTreeMap::new();
+        let mut changed = false;
         self.shared.change_if(|world| {
             let Some(known) = world.cards.as_mut().and_then(|c| c.get_mut(&card)) else { return false };
             let before = known.health.clone();
             if let Some(turn) = step(&mut known.health, &Sign::Xid(xid), &self.settings, now) {
                 turns.insert(card, turn);
             }
-            let changed = before != known.health;
+            changed = before != known.health;
             if changed {
                 world.refold_node();
             }
             changed
         });
+        if changed {
+            self.keep().await;
+        }
         self.tell(turns).await;
     }
 
     /// Each turn once to the log, the audit log and Kubernetes.
     async fn tell(&self, turns: BTreeMap<String, Turn>) {
-        let cards = self.shared.read(|w| w.cards.clone());
-        if let Some(cards) = cards.filter(|_| !turns.is_empty()) {
-            if let Err(error) = self.state.put(Key::Cards, &cards).await {
-                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "cards not kept");
-            }
-        }
         for (card, turn) in turns {
             let (state, xid, message) = match &turn {
                 Turn::Failed(illness) => (CardState::Unhealthy, illness.xid, illness.message.clone()),

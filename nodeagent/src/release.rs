@@ -397,7 +397,7 @@ impl Releaser {
                     self.shared.change(|w| w.grants.remove(&grant.grant));
                 }
                 Err(error) => {
-                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not swept")
+                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not swept");
                 }
             }
         }
@@ -461,6 +461,7 @@ mod tests {
     use super::*;
     use crate::world::PodSeen;
     use mullion_crds::vgpuallocation::{PodReference, VGPUAllocationSpec};
+    use std::collections::BTreeSet;
 
     #[test]
     fn only_a_pod_that_ended_or_is_seen_to_be_gone_starts_a_release() {
@@ -482,7 +483,7 @@ mod tests {
             ("another pod of that name", pods(&[("new", false)]), false, Life::Missing),
             ("seen to go", pods(&[]), true, Life::Over(End::PodGone)),
         ] {
-            let deleted_pods = if deleted { ["uid".into()].into() } else { Default::default() };
+            let deleted_pods = if deleted { ["uid".into()].into() } else { BTreeSet::default() };
             let world = World { pods, deleted_pods, ..World::default() };
             assert_eq!(life(&world, &object), want, "{case}");
         }

@@ -3,6 +3,8 @@
 //! The library takes its state file from the environment, one per process: so each test runs itself again in a process
 //! with that variable set.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -118,6 +120,11 @@ fn a_lost_card_is_ill_and_comes_back() {
     let Some((mut node, runtime)) = node("a_lost_card_is_ill_and_comes_back", "a100x2") else { return };
     runtime.block_on(async {
         node.look().await;
+        assert_eq!(
+            node.report().cards[0].sms,
+            Some(node.state().cards[0].sms),
+            "more than the widest MIG profile has"
+        );
         let lost = node.state().cards[1].uuid.clone();
         node.fake("lost 1");
         assert_eq!(node.look().await, [(lost.clone(), false)]);

@@ -1,5 +1,7 @@
 //! `PreStartContainer` with a hand-made checkpoint and real files.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;

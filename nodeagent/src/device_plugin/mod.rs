@@ -8,6 +8,7 @@ pub mod server;
 pub mod slots;
 
 use std::ffi::OsStr;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,7 +30,7 @@ use crate::kubelet::API_VERSION;
 use crate::kubelet::deviceplugin::RegisterRequest;
 use crate::kubelet::deviceplugin::device_plugin_server::DevicePluginServer;
 use crate::kubelet::deviceplugin::registration_client::RegistrationClient;
-use register::{Action, Input, Machine};
+use register::{Action, Incarnation, Input, Machine};
 use server::Service;
 
 /// Name of our socket in the kubelet's folder.
@@ -47,6 +48,14 @@ type Inode = (u64, u64);
 
 fn inode(path: &Path) -> Option<Inode> {
     std::fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+/// Inode numbers are used again, times are not.
+fn incarnation(path: &Path) -> Option<Incarnation> {
+    let meta = std::fs::symlink_metadata(path).ok()?;
+    let mut hasher = DefaultHasher::new();
+    (meta.dev(), meta.ino(), meta.mtime(), meta.mtime_nsec()).hash(&mut hasher);
+    Some(Incarnation(hasher.finish()))
 }
 
 /// Runs the plugin in the kubelet's folder `dir` until the future is dropped. `registered` tells whether the
@@ -115,9 +124,11 @@ impl Shell {
                 }
             },
             Action::Register => match self.register().await {
-                Ok(()) => {
-                    info!(resource = COUNT, "registered with the kubelet");
-                    Input::Registered
+                Ok(input) => {
+                    if matches!(input, Input::Registered(_)) {
+                        info!(resource = COUNT, "registered with the kubelet");
+                    }
+                    input
                 }
                 Err(error) => {
                     warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not registered");
@@ -155,7 +166,11 @@ impl Shell {
         Ok(())
     }
 
-    async fn register(&mut self) -> Result<(), Error> {
+    async fn register(&mut self) -> Result<Input, Error> {
+        let open = *self.service.streams().borrow();
+        if open > 0 {
+            return Ok(Input::AlreadyOpen(open));
+        }
         if inode(&self.dir.join(SOCKET)) != *self.bound.lock() {
             self.serve()?;
         }
@@ -164,6 +179,7 @@ impl Shell {
             socket: self.dir.join(KUBELET_SOCKET),
             source,
         };
+        let before = incarnation(&socket);
         let channel = Endpoint::try_from(format!("unix://{}", socket.display()))
             .map_err(|e| failed(e.into()))?
             .connect_timeout(REGISTER_TIMEOUT)
@@ -177,8 +193,12 @@ impl Shell {
             resource_name: COUNT.to_owned(),
             options: Some(server::options()),
         };
+        // Which kubelet it is that answers must be certain.
+        let Some(kubelet) = before.filter(|b| incarnation(&socket) == Some(*b)) else {
+            return Err(failed("its socket was replaced meanwhile".into()));
+        };
         RegistrationClient::new(channel).register(request).await.map_err(|e| failed(e.into()))?;
-        Ok(())
+        Ok(Input::Registered(kubelet))
     }
 }
 
@@ -226,8 +246,8 @@ async fn watch_once(
     inotify.watches().add(dir, mask).map_err(failed)?;
     let mut events = inotify.into_event_stream([0; 4096]).map_err(failed)?;
     let look = || {
-        let kubelet = dir.join(KUBELET_SOCKET).exists();
-        let _ = inputs.send(if kubelet { Input::KubeletUp } else { Input::KubeletDown });
+        let kubelet = incarnation(&dir.join(KUBELET_SOCKET));
+        let _ = inputs.send(kubelet.map_or(Input::KubeletDown, Input::KubeletUp));
     };
     let ours_gone = || {
         let bound = *bound.lock();
@@ -252,12 +272,7 @@ async fn watch_once(
         }
         let appeared = event.mask.intersects(EventMask::CREATE | EventMask::MOVED_TO);
         match event.name.as_deref().and_then(OsStr::to_str) {
-            Some(KUBELET_SOCKET) if appeared => {
-                let _ = inputs.send(Input::KubeletUp);
-            }
-            Some(KUBELET_SOCKET) => {
-                let _ = inputs.send(Input::KubeletDown);
-            }
+            Some(KUBELET_SOCKET) => look(),
             Some(SOCKET) if !appeared => ours_gone(),
             _ => {}
         }
@@ -270,8 +285,9 @@ async fn watch_once(
 pub fn rivals(dir: &Path) -> Vec<String> {
     let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = names.filter_map(|e| e.file_name().into_string().ok());
-    let mut rivals: Vec<String> =
-        names.filter(|n| n.starts_with("nvidia-gpu") && n.ends_with(".sock")).collect();
+    let mut rivals: Vec<String> = names
+        .filter(|n| n.starts_with("nvidia-gpu") && Path::new(n).extension() == Some(OsStr::new("sock")))
+        .collect();
     rivals.sort_unstable();
     rivals
 }

@@ -7,11 +7,15 @@
 
 use std::time::Duration;
 
-/// What was seen.
+/// Which socket file of the kubelet: one that is made anew is another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Incarnation(pub u64);
+
+/// What was seen. It may be seen late: a report of a socket can come after the call that went through it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
     /// The kubelet's socket is there; also when it was made anew.
-    KubeletUp,
+    KubeletUp(Incarnation),
     /// The kubelet's socket is gone.
     KubeletDown,
     /// Our own socket is gone.
@@ -20,10 +24,12 @@ pub enum Input {
     Serving,
     /// It could not be made.
     ServeFailed,
-    /// The kubelet took the registration.
-    Registered,
+    /// The kubelet behind that socket took the registration.
+    Registered(Incarnation),
     /// It did not.
     RegisterFailed,
+    /// The call was not made: so many streams are open already.
+    AlreadyOpen(usize),
     /// So many `ListAndWatch` streams are open now.
     Streams(usize),
     /// The time that [`Machine::wait`] gave has passed.
@@ -64,7 +70,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The state machine.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    kubelet: bool,
+    kubelet: Option<Incarnation>,
+    /// Who took the last registration.
+    took: Option<Incarnation>,
     serving: bool,
     streams: usize,
     phase: Phase,
@@ -73,7 +81,7 @@ pub struct Machine {
 
 impl Default for Machine {
     fn default() -> Self {
-        Self { kubelet: false, serving: false, streams: 0, phase: Phase::Idle, failures: 0 }
+        Self { kubelet: None, took: None, serving: false, streams: 0, phase: Phase::Idle, failures: 0 }
     }
 }
 
@@ -81,27 +89,16 @@ impl Machine {
     /// Takes in what was seen and says what to do next.
     pub fn on(&mut self, input: Input) -> Option<Action> {
         match input {
-            Input::KubeletUp => {
-                self.kubelet = true;
+            Input::KubeletUp(now) => {
+                self.kubelet = Some(now);
                 self.failures = 0;
-                // A call that is under way may still go to the kubelet that is gone: its result decides.
-                if matches!(self.phase, Phase::Expecting) {
+                // The one that took the registration is gone; no stream comes from it.
+                if self.phase == Phase::Expecting && self.took != Some(now) {
                     self.phase = Phase::Idle;
                 }
             }
-            Input::KubeletDown => {
-                self.kubelet = false;
-                if matches!(self.phase, Phase::Expecting) {
-                    self.phase = Phase::Idle;
-                }
-            }
-            Input::SocketGone => {
-                self.serving = false;
-                // Nobody can open a stream on a socket that is gone.
-                if matches!(self.phase, Phase::Expecting) {
-                    self.phase = Phase::Idle;
-                }
-            }
+            Input::KubeletDown => self.kubelet = None,
+            Input::SocketGone => self.serving = false,
             Input::Serving => {
                 self.serving = true;
                 self.failures = 0;
@@ -115,9 +112,15 @@ impl Machine {
                 self.phase = if self.streams > 0 { Phase::Open } else { Phase::Idle };
                 return None;
             }
-            Input::Registered => {
+            Input::Registered(by) => {
                 self.failures = 0;
+                self.took = Some(by);
+                self.kubelet = Some(by);
                 self.phase = if self.streams > 0 { Phase::Open } else { Phase::Expecting };
+            }
+            Input::AlreadyOpen(open) => {
+                self.streams = open;
+                self.phase = if open > 0 { Phase::Open } else { Phase::Idle };
             }
             Input::Streams(open) => {
                 let before = std::mem::replace(&mut self.streams, open);
@@ -144,7 +147,7 @@ impl Machine {
             self.phase = Phase::Opening;
             return Some(Action::Serve);
         }
-        if self.kubelet && self.streams == 0 {
+        if self.kubelet.is_some() && self.streams == 0 {
             self.phase = Phase::Calling;
             return Some(Action::Register);
         }
@@ -182,56 +185,59 @@ mod tests {
 
     // DP-10
     #[test]
+    #[expect(clippy::too_many_lines, reason = "one row per story")]
     fn every_order_of_start_and_restart_ends_in_one_registration() {
         use Input::{
-            Elapsed, KubeletDown, KubeletUp, RegisterFailed, Registered, ServeFailed, Serving, SocketGone,
-            Streams,
+            AlreadyOpen, Elapsed, KubeletDown, KubeletUp, RegisterFailed, Registered, ServeFailed, Serving,
+            SocketGone, Streams,
         };
+        let (up, again) = (KubeletUp(Incarnation(1)), KubeletUp(Incarnation(2)));
+        let (taken, retaken) = (Registered(Incarnation(1)), Registered(Incarnation(2)));
         let (serve, register) = (Some(Action::Serve), Some(Action::Register));
         for (case, steps) in [
             (
                 "the kubelet is up first",
-                vec![(KubeletUp, serve), (Serving, register), (Registered, None), (Streams(1), None)],
+                vec![(up, serve), (Serving, register), (taken, None), (Streams(1), None)],
             ),
             (
                 "the plugin is up first",
-                vec![(Elapsed, serve), (Serving, None), (KubeletUp, register), (Registered, None)],
+                vec![(Elapsed, serve), (Serving, None), (up, register), (taken, None)],
             ),
             (
                 "the stream comes before the answer",
-                vec![(KubeletUp, serve), (Serving, register), (Streams(1), None), (Registered, None)],
+                vec![(up, serve), (Serving, register), (Streams(1), None), (taken, None)],
             ),
             (
                 "the kubelet restarts: stream ends, folder emptied, socket anew",
                 vec![
-                    (KubeletUp, serve),
+                    (up, serve),
                     (Serving, register),
-                    (Registered, None),
+                    (taken, None),
                     (Streams(1), None),
                     (KubeletDown, None),
                     (Streams(0), None),
                     (SocketGone, serve),
                     (Serving, None),
-                    (KubeletUp, register),
+                    (again, register),
                 ],
             ),
             (
                 "a new socket while the old stream is open waits for its end",
                 vec![
-                    (KubeletUp, serve),
+                    (up, serve),
                     (Serving, register),
-                    (Registered, None),
+                    (taken, None),
                     (Streams(1), None),
-                    (KubeletUp, None),
+                    (again, None),
                     (Streams(0), register),
                 ],
             ),
             (
                 "the stream ends, the kubelet's socket stays",
                 vec![
-                    (KubeletUp, serve),
+                    (up, serve),
                     (Serving, register),
-                    (Registered, None),
+                    (taken, None),
                     (Streams(1), None),
                     (Streams(0), register),
                     (RegisterFailed, None),
@@ -240,19 +246,51 @@ mod tests {
             ),
             (
                 "registered, but no stream comes",
-                vec![(KubeletUp, serve), (Serving, register), (Registered, None), (Elapsed, register)],
+                vec![(up, serve), (Serving, register), (taken, None), (Elapsed, register)],
             ),
             (
                 "our folder is not there yet",
-                vec![(KubeletUp, serve), (ServeFailed, None), (Elapsed, serve), (Serving, register)],
+                vec![(up, serve), (ServeFailed, None), (Elapsed, serve), (Serving, register)],
+            ),
+            (
+                "the socket is reported after the call that went through it",
+                vec![
+                    (up, serve),
+                    (Serving, register),
+                    (taken, None),
+                    (Streams(1), None),
+                    (Streams(0), register),
+                    (RegisterFailed, None),
+                    (Elapsed, register),
+                    (retaken, None),
+                    (KubeletDown, None),
+                    (SocketGone, None),
+                    (again, None),
+                    (Streams(1), None),
+                ],
+            ),
+            (
+                "it went through, and a third kubelet came",
+                vec![(up, serve), (Serving, register), (taken, None), (again, register)],
+            ),
+            (
+                "a stream is open that was not reported yet",
+                vec![
+                    (up, serve),
+                    (Serving, register),
+                    (taken, None),
+                    (Elapsed, register),
+                    (AlreadyOpen(1), None),
+                    (Streams(0), register),
+                ],
             ),
             (
                 "the kubelet restarts during the call",
                 vec![
-                    (KubeletUp, serve),
+                    (up, serve),
                     (Serving, register),
                     (KubeletDown, None),
-                    (KubeletUp, None),
+                    (again, None),
                     (RegisterFailed, None),
                     (Elapsed, register),
                 ],
@@ -267,7 +305,7 @@ mod tests {
     #[test]
     fn attempts_slow_down_to_one_a_second() {
         let mut machine = Machine::default();
-        machine.on(Input::KubeletUp);
+        machine.on(Input::KubeletUp(Incarnation(1)));
         machine.on(Input::Serving);
         let mut waits = Vec::new();
         for _ in 0..8 {
@@ -280,12 +318,12 @@ mod tests {
 
     fn input() -> impl Strategy<Value = Input> {
         prop_oneof![
-            Just(Input::KubeletUp),
+            (0_u64..4).prop_map(|n| Input::KubeletUp(Incarnation(n))),
             Just(Input::KubeletDown),
             Just(Input::SocketGone),
             Just(Input::Serving),
             Just(Input::ServeFailed),
-            Just(Input::Registered),
+            (0_u64..4).prop_map(|n| Input::Registered(Incarnation(n))),
             Just(Input::RegisterFailed),
             (0_usize..3).prop_map(Input::Streams),
             Just(Input::Elapsed),
@@ -306,7 +344,7 @@ mod tests {
                 let action = machine.on(input);
                 prop_assert!(action != Some(Action::Register) || open == 0, "registered beside an open stream");
             }
-            let mut inputs = vec![Input::Streams(0), Input::KubeletUp];
+            let mut inputs = vec![Input::Streams(0), Input::KubeletUp(Incarnation(9))];
             let mut registered = false;
             for _ in 0..12 {
                 let input = if inputs.is_empty() { Input::Elapsed } else { inputs.remove(0) };
@@ -314,7 +352,7 @@ mod tests {
                     Some(Action::Serve) => inputs.push(Input::Serving),
                     Some(Action::Register) => {
                         registered = true;
-                        inputs.push(Input::Registered);
+                        inputs.push(Input::Registered(Incarnation(9)));
                         inputs.push(Input::Streams(1));
                     }
                     // What was under way before ends somehow.

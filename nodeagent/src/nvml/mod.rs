@@ -7,8 +7,8 @@ pub mod survey;
 pub mod sys;
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -139,7 +139,7 @@ impl DriverHandle {
     /// [`Error::Thread`].
     pub fn start(library: Option<PathBuf>, metrics: Arc<Metrics>) -> Result<Self, Error> {
         let (requests, inbox) = mpsc::channel();
-        spawn("nvml", move || serve(&inbox, library.as_deref().map(|p| p.as_os_str().to_owned()), &metrics))?;
+        spawn("nvml", move || serve(&inbox, library.as_deref().map(Path::as_os_str), &metrics))?;
         Ok(Self { requests })
     }
 
@@ -180,7 +180,7 @@ fn spawn(name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<(),
     thread.map(drop).map_err(|source| Error::Thread { name, source })
 }
 
-fn load(library: Option<&OsString>) -> Result<Nvml, Trouble> {
+fn load(library: Option<&OsStr>) -> Result<Nvml, Trouble> {
     let mut builder = Nvml::builder();
     if let Some(path) = library {
         builder.lib_path(path);
@@ -188,13 +188,13 @@ fn load(library: Option<&OsString>) -> Result<Nvml, Trouble> {
     builder.init().map_err(|e| Trouble::new("nvmlInit_v2", &e))
 }
 
-fn serve(inbox: &mpsc::Receiver<Request>, library: Option<OsString>, metrics: &Metrics) {
+fn serve(inbox: &mpsc::Receiver<Request>, library: Option<&OsStr>, metrics: &Metrics) {
     let mut nvml: Option<Nvml> = None;
     let mut cache = survey::Cache::default();
     while let Ok(request) = inbox.recv() {
         let driver = match nvml.take() {
             Some(driver) => Ok(driver),
-            None => load(library.as_ref()),
+            None => load(library),
         };
         let failed = match (request, driver) {
             (Request::Survey(reply), Ok(driver)) => {
@@ -282,10 +282,9 @@ pub fn listen(
     let (events, received) = tokio_mpsc::unbounded_channel();
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
-    let library = library.map(PathBuf::into_os_string);
     spawn("nvml-events", move || {
         while !stopped.load(Ordering::Relaxed) && !events.is_closed() {
-            if let Err(trouble) = listen_once(library.as_ref(), &stopped, &events) {
+            if let Err(trouble) = listen_once(library.as_deref().map(Path::as_os_str), &stopped, &events) {
                 debug!(call = trouble.call, code = trouble.code, "no events from the driver");
                 metrics.nvml_error(trouble.call);
                 std::thread::sleep(EVENT_RETRY);
@@ -297,7 +296,7 @@ pub fn listen(
 
 /// Listens until the set of cards changes or something fails.
 fn listen_once(
-    library: Option<&OsString>,
+    library: Option<&OsStr>,
     stopped: &AtomicBool,
     events: &tokio_mpsc::UnboundedSender<XidSeen>,
 ) -> Result<(), Trouble> {

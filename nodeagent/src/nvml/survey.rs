@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::nvml::{SeenCard, Survey, Trouble, sys};
 
-/// Highest number of NVLinks of a card (`NVML_NVLINK_MAX_LINKS`).
+/// Highest number of `NVLink` lanes of a card (`NVML_NVLINK_MAX_LINKS`).
 const MOST_LINKS: u32 = 18;
 /// `NVML_AFFINITY_SCOPE_NODE`.
 const SCOPE_NODE: u32 = 0;
@@ -93,8 +93,7 @@ fn read(device: &Device<'_>, index: u32, uuid: &str, mode: Option<(bool, bool)>)
             .architecture()
             .map_or_else(|_| "unknown".to_owned(), |a| format!("{a:?}").to_lowercase()),
         memory_mib: i64::try_from(memory.total >> 20).unwrap_or(i64::MAX),
-        // NVML has no call for it; a whole card's attributes say it on MIG-capable cards.
-        sms: device.attributes().ok().map(|a| a.multiprocessor_count).filter(|n| *n > 0).or(widest),
+        sms: sms(device).or(widest),
         numa_node: numa_node(device, &pci.bus_id),
         pci_address: pci_address(&pci.bus_id),
         mig: mode.map(|(current, pending)| CardMig {
@@ -106,6 +105,19 @@ fn read(device: &Device<'_>, index: u32, uuid: &str, mode: Option<(bool, bool)>)
         ..Card::default()
     };
     Ok(Fixed { card, table, mig: mode, beside: 0 })
+}
+
+/// Streaming multiprocessors. NVML has no call for a whole card's: its cores by the cores that one has, which go by
+/// compute capability (CUDA programming guide, table of compute capabilities).
+fn sms(device: &Device<'_>) -> Option<u32> {
+    let capability = device.cuda_compute_capability().ok()?;
+    let per_sm = match (capability.major, capability.minor) {
+        (3, _) => 192,
+        (6 | 8, 0) | (7, _) => 64,
+        (5..=12, _) => 128,
+        _ => return None,
+    };
+    device.num_cores().ok().map(|cores| cores / per_sm).filter(|n| *n > 0)
 }
 
 /// The card's NUMA node: NVML's word, else the kernel's.

@@ -165,7 +165,7 @@ impl Finder {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
         match tokio::time::timeout(GENERATE_TIMEOUT, command.output()).await {
             Ok(Ok(output)) if output.status.success() => {
-                info!(file = ?self.generated, "nvidia-ctk wrote a CDI spec")
+                info!(file = ?self.generated, "nvidia-ctk wrote a CDI spec");
             }
             Ok(Ok(output)) => {
                 warn!(status = %output.status, stderr = %String::from_utf8_lossy(&output.stderr), "nvidia-ctk failed");

@@ -147,13 +147,13 @@ impl Preparer {
         let specs = self.finder.find().await;
         let library = self.settings.library().exists();
         // Decided and counted under one lock: two calls never give the same capacity twice.
-        let (given, restart) = self.shared.change(|world| {
+        let (given, again) = self.shared.change(|world| {
             let found = world.allocation_of(&owner.pod);
             let (allocation, standing) = match &found {
                 Some((fact, standing)) => (Some(*fact), standing.as_ref()),
                 None => (None, None),
             };
-            let restart = allocation.is_some_and(|a| a.prepared);
+            let again = world.grants.contains_key(grant);
             let cards = world.card_views();
             let question = Question {
                 node: &world.node,
@@ -170,7 +170,7 @@ impl Preparer {
             // Of its capacity nothing may go to an earlier decision from now on, so it counts as prepared at once.
             // Where a step below fails, that errs to the safe side until the agent starts anew.
             world.mark(&given.allocation, |fact| fact.prepared = true);
-            Ok((given, restart))
+            Ok((given, again))
         })?;
         let _turn = match self.locks.get(lock_of(owner.pod.as_str())) {
             Some(lock) => Some(lock.lock().await),
@@ -193,7 +193,7 @@ impl Preparer {
             world.grants.insert(grant.clone(), record);
         });
         let cards: Vec<&str> = given.devices.iter().map(|d| d.card.uuid.as_str()).collect();
-        info!(namespace = given.pod.namespace, pod = given.pod.name, grant, ?cards, restart, "prepared");
+        info!(namespace = given.pod.namespace, pod = given.pod.name, grant, ?cards, again, "prepared");
         Ok(())
     }
 
