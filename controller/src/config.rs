@@ -175,13 +175,13 @@ pub struct Lease {
     pub name: String,
     /// A holder that has not renewed for that long is followed by another.
     pub duration_seconds: u32,
-    /// How often the holder renews, and the others look.
+    /// How often the holder renews.
     pub renew_seconds: u32,
 }
 
 impl Default for Lease {
     fn default() -> Self {
-        Self { name: "mullion-controller".to_owned(), duration_seconds: 10, renew_seconds: 3 }
+        Self { name: "mullion-controller".to_owned(), duration_seconds: 9, renew_seconds: 3 }
     }
 }
 

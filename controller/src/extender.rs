@@ -148,8 +148,12 @@ fn unresolvable(names: &[String], error: &RequestError) -> FilterResult {
     }
 }
 
-/// An error as kube-scheduler shows it: code, then words.
+/// An error as kube-scheduler shows it: code, then words. A refusal keeps its numbers to our log: kube-scheduler writes
+/// the text into the pod's condition, and writes again when it changes.
 fn said(error: &Error) -> String {
+    if let Error::NoFit { refusal } = error {
+        return format!("{}: {}", refusal.code(), refusal.code.reason());
+    }
     format!("{}: {}", error.code(), mullion_telemetry::source_chain(error))
 }
 

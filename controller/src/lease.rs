@@ -18,6 +18,9 @@ use crate::cluster::Cluster;
 use crate::config;
 use crate::error::Error;
 
+/// How often those who do not hold the Lease look at it.
+const LOOK: Duration = Duration::from_secs(1);
+
 /// What to do about a Lease that was just read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Move {
@@ -130,7 +133,8 @@ impl Elector {
             if leading.send_if_modified(|was| std::mem::replace(was, leads.is_some()) != leads.is_some()) {
                 tracing::info!(lease = self.settings.name, leads = leads.is_some(), "leadership changed");
             }
-            let next = Instant::now() + pause;
+            // The holder writes; the others only look, so that they are not late.
+            let next = Instant::now() + if leads.is_some() { pause } else { pause.min(LOOK) };
             tokio::select! {
                 () = stop.cancelled() => break,
                 () = tokio::time::sleep_until(leads.map_or(next, |until| until.min(next))) => {}

@@ -10,7 +10,7 @@ fn main() -> ExitCode {
     match run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("mullion-controller: {error:#}");
+            eprintln!("mullion-controller: {}", mullion_telemetry::source_chain(error.as_ref()));
             ExitCode::FAILURE
         }
     }

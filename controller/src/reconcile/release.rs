@@ -23,10 +23,6 @@ use crate::undo::{self, PodState};
 /// A pod that has an allocation and no node for this long is not being bound any more: kube-scheduler gives a bind
 /// 30 s, and so does every replica's extender.
 const UNBOUND: Duration = Duration::from_secs(35);
-/// A pod that is gone, and of which we do not know whether it was bound: its node's agent goes first.
-const UNKNOWN_END: Duration = Duration::from_secs(30);
-/// A pod that is gone whose allocation its node must refuse: nobody can be acting on it.
-const REFUSED_END: Duration = Duration::from_secs(5);
 
 /// Why an allocation's node does not count any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,15 +93,9 @@ pub fn suspect(facts: &Facts, fact: &AllocationFact, allocation: &VGPUAllocation
         },
         None => match facts.departed_bound(fact.pod.uid.as_str()) {
             Some(false) => Duration::ZERO,
-            seen => {
-                let holds = facts.ledger().standing(&fact.uid) == Some(mullion_core::ledger::Standing::Holds);
-                match (holds, seen) {
-                    (false, _) => REFUSED_END,
-                    // Its agent has seen it bound, or will: it proves that nothing of it is left.
-                    (true, Some(true)) => return None,
-                    (true, _) => UNKNOWN_END,
-                }
-            }
+            // It was bound, or may have been: its node's agent proves that nothing of it is left. Where that one is
+            // down, nothing can be placed there anyway.
+            Some(true) | None => return None,
         },
     };
     Some(Suspicion::NotBound { grace })

@@ -65,7 +65,6 @@ const NEW: &str = "2026-01-01T00:02:00Z";
 #[expect(clippy::too_many_lines, reason = "one table")]
 fn suspicions() {
     enum End {
-        Unseen,
         Unbound,
         Bound,
     }
@@ -76,17 +75,8 @@ fn suspicions() {
         ("not bound yet", vec![], true, Some((OLD, None)), Some(None), None, true, not_bound(35)),
         ("gone, never bound", vec![], true, Some((OLD, None)), None, Some(End::Unbound), true, not_bound(0)),
         ("gone, was bound: the agent's", vec![], true, Some((OLD, None)), None, Some(End::Bound), true, None),
-        (
-            "gone, was bound, card gone",
-            vec![],
-            true,
-            Some((OLD, None)),
-            None,
-            Some(End::Bound),
-            false,
-            not_bound(5),
-        ),
-        ("gone, end not seen", vec![], true, Some((OLD, None)), None, Some(End::Unseen), true, not_bound(30)),
+        ("gone, was bound, card gone", vec![], true, Some((OLD, None)), None, Some(End::Bound), false, None),
+        ("gone, end not seen: the agent's", vec![], true, Some((OLD, None)), None, None, true, None),
         (
             "prepared and gone: the agent's",
             vec!["Prepared"],
@@ -173,7 +163,7 @@ fn suspicions() {
             match end {
                 Some(End::Unbound) => facts.pod_gone("u1".to_owned(), Some(&from(pod(None)))),
                 Some(End::Bound) => facts.pod_gone("u1".to_owned(), Some(&from(pod(Some("n"))))),
-                Some(End::Unseen) | None => {}
+                None => {}
             }
         });
         let found = store.read(|facts| {
