@@ -14,6 +14,7 @@ use mullion_core::ledger::Ledger;
 use mullion_core::request::PodRequest;
 use mullion_core::units::{AllocationUid, NodeName, PodUid};
 use mullion_crds::names::POKE_ANNOTATION;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::{Context, IDLE, drive};
@@ -22,20 +23,30 @@ use crate::store::{Facts, PodRecord};
 /// How long a woken pod gets to take the capacity before another is woken for it: kube-scheduler's back-off ends
 /// after 10 s.
 const ROUND: Duration = Duration::from_secs(5);
+/// How long a gain is remembered in any case: a pod that was refused just before it shows that only a moment later.
+const LINGER: Duration = Duration::from_secs(15);
 /// Most pods that one round wakes.
 const MOST: usize = 100;
+
+/// A node that has gained.
+#[derive(Debug)]
+struct Open {
+    since: Instant,
+    /// Who was woken for it already.
+    woken: BTreeSet<PodUid>,
+}
 
 /// Nodes that have gained, and who was woken for each already.
 #[derive(Debug, Default)]
 pub struct Gains {
-    open: BTreeMap<NodeName, BTreeSet<PodUid>>,
+    open: BTreeMap<NodeName, Open>,
 }
 
 impl Gains {
     /// More has become free on these nodes.
-    pub fn add(&mut self, nodes: BTreeSet<NodeName>) {
+    pub fn add(&mut self, nodes: BTreeSet<NodeName>, now: Instant) {
         for node in nodes {
-            self.open.insert(node, BTreeSet::new());
+            self.open.insert(node, Open { since: now, woken: BTreeSet::new() });
         }
     }
 
@@ -45,50 +56,71 @@ impl Gains {
         self.open.is_empty()
     }
 
-    /// Whom to wake now: by priority, then age, each for the first gained node that fits it. A node that fits nobody
-    /// new is closed.
-    pub fn round(&mut self, ledger: &Ledger, waiting: &[(&PodRef, &PodRequest)]) -> Vec<PodRef> {
-        let mut ledger = ledger.clone();
-        let mut refused: BTreeSet<(&PodRequest, &NodeName)> = BTreeSet::new();
+    /// Whom to wake now: in the order of `waiting`, each for the first gained node that fits it. A node that fits
+    /// nobody new is closed once it has lingered.
+    pub fn round(
+        &mut self,
+        ledger: &Ledger,
+        waiting: &[(&PodRef, &PodRequest)],
+        now: Instant,
+    ) -> Vec<PodRef> {
         let mut woken = Vec::new();
         let mut used: BTreeSet<NodeName> = BTreeSet::new();
-        let nodes: Vec<NodeName> = self.open.keys().cloned().collect();
-        for (pod, request) in waiting {
-            if woken.len() >= MOST {
-                used.extend(nodes.iter().cloned());
-                break;
-            }
-            for node in &nodes {
-                let asked = self.open.get(node).is_some_and(|woken| woken.contains(&pod.uid));
-                if asked || refused.contains(&(*request, node)) {
-                    continue;
+        if !waiting.is_empty() {
+            let mut ledger = ledger.clone();
+            // Giving only makes it less, so a node that refuses a shape once is out for that shape.
+            let mut candidates: BTreeMap<&PodRequest, Vec<NodeName>> = BTreeMap::new();
+            for (pod, request) in waiting {
+                if woken.len() >= MOST {
+                    used.extend(self.open.keys().cloned());
+                    break;
                 }
-                let Ok(placement) = ledger.fit(request, node) else {
-                    refused.insert((*request, node));
-                    continue;
-                };
-                ledger.apply(&Event::Held(AllocationFact {
-                    uid: AllocationUid::default(),
-                    name: String::new(),
-                    pod: (*pod).clone(),
-                    node: node.clone(),
-                    sequence: ledger.next_sequence(node),
-                    created: 0,
-                    containers: placement.containers,
-                    prepared: false,
-                    init_done: false,
-                    released: false,
-                }));
-                if let Some(asked) = self.open.get_mut(node) {
-                    asked.insert(pod.uid.clone());
+                let nodes = candidates.entry(*request).or_insert_with(|| self.open.keys().cloned().collect());
+                if let Some(node) = self.give(&mut ledger, pod, request, nodes) {
+                    used.insert(node);
+                    woken.push((*pod).clone());
                 }
-                used.insert(node.clone());
-                woken.push((*pod).clone());
-                break;
             }
         }
-        self.open.retain(|node, _| used.contains(node));
+        self.open.retain(|node, open| used.contains(node) || now < open.since + LINGER);
         woken
+    }
+
+    /// The first of `nodes` that fits, with its capacity taken; takes those that do not fit out of `nodes`.
+    fn give(
+        &mut self,
+        ledger: &mut Ledger,
+        pod: &PodRef,
+        request: &PodRequest,
+        nodes: &mut Vec<NodeName>,
+    ) -> Option<NodeName> {
+        let mut at = 0;
+        while let Some(node) = nodes.get(at) {
+            let open = self.open.get_mut(node)?;
+            if open.woken.contains(&pod.uid) {
+                at += 1;
+                continue;
+            }
+            let Ok(placement) = ledger.fit(request, node) else {
+                nodes.remove(at);
+                continue;
+            };
+            ledger.apply(&Event::Held(AllocationFact {
+                uid: AllocationUid::default(),
+                name: String::new(),
+                pod: pod.clone(),
+                node: node.clone(),
+                sequence: ledger.next_sequence(node),
+                created: 0,
+                containers: placement.containers,
+                prepared: false,
+                init_done: false,
+                released: false,
+            }));
+            open.woken.insert(pod.uid.clone());
+            return Some(node.clone());
+        }
+        None
     }
 }
 
@@ -103,7 +135,7 @@ pub(super) async fn run(context: &Context, stop: &CancellationToken) {
     // Whoever leads anew does not know what was missed: every node may have gained.
     let all = context.store.read(|facts| facts.ledger().nodes().cloned().collect());
     let gains = tokio::sync::Mutex::new(Gains::default());
-    gains.lock().await.add(all);
+    gains.lock().await.add(all, Instant::now());
     drive(context, stop, || async {
         let mut gains = gains.lock().await;
         pass(context, &mut gains).await
@@ -113,7 +145,7 @@ pub(super) async fn run(context: &Context, stop: &CancellationToken) {
 
 async fn pass(context: &Context, gains: &mut Gains) -> Duration {
     let gained = context.store.take_gained();
-    gains.add(gained);
+    gains.add(gained, Instant::now());
     if gains.is_empty() {
         return IDLE;
     }
@@ -126,7 +158,7 @@ async fn pass(context: &Context, gains: &mut Gains) -> Duration {
             .filter(|pod| asks(pod))
             .filter_map(|pod| Some((&pod.pod, pod.request.as_ref().ok()?.as_ref()?)))
             .collect();
-        let woken = gains.round(facts.ledger(), &asking);
+        let woken = gains.round(facts.ledger(), &asking, Instant::now());
         let pokes = |pod: &PodRef| facts.pod(pod.uid.as_str()).map_or(0, |record| record.pokes);
         woken.into_iter().map(|pod| (pokes(&pod), pod)).map(|(pokes, pod)| (pod, pokes)).collect()
     });
