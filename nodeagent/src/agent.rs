@@ -40,6 +40,8 @@ use crate::world::{Shared, World};
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// How often conditions that nobody announces are looked at.
 const LOOK: Duration = Duration::from_secs(5);
+/// How long a kubelet may be away before the node says so.
+const KUBELET_RESTART: Duration = Duration::from_secs(3);
 /// How long a planned stop waits for the API server.
 const FAREWELL: Duration = Duration::from_secs(2);
 
@@ -355,7 +357,12 @@ async fn keep_signs(
         };
         let topology = topology_policy(&settings.kubelet_config);
         let rivals = device_plugin::rivals(&settings.device_plugin_dir);
-        let is_registered = *registered.borrow_and_update();
+        let mut is_registered = *registered.borrow_and_update();
+        if !is_registered && shared.read(|w| w.signs.registered) {
+            // A kubelet that restarts is back in a moment: that is not worth two reports.
+            let back = tokio::time::timeout(KUBELET_RESTART, registered.wait_for(|r| *r)).await;
+            is_registered = matches!(back, Ok(Ok(_)));
+        }
         shared.change_if(|world| {
             let before = world.signs.clone();
             world.signs.cdi = Some(cdi);

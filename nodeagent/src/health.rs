@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use mullion_audit::{CardState, Event as AuditEvent};
 use mullion_crds::gpunode::{Card, Health, HealthState};
 use serde::{Deserialize, Serialize};
@@ -76,7 +77,8 @@ impl Known {
             state: if self.health.illness.is_some() { HealthState::Unhealthy } else { HealthState::Healthy },
             xid: self.health.last_xid,
             message: self.fault(),
-            since: self.health.since.map(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time),
+            // Kubernetes keeps whole seconds: with more the report would differ from what was written for ever.
+            since: self.health.since.and_then(|t| Timestamp::from_second(t.as_second()).ok()).map(Time),
         };
         Card { health, ..self.card.clone() }
     }

@@ -438,6 +438,23 @@ mod tests {
         assert_eq!(seen.cards.len(), 2, "cards of a silent driver stay");
     }
 
+    /// What the API server gives back is what was written, or every look would end in a write.
+    #[test]
+    fn a_report_survives_the_api_server() {
+        let mut world = world();
+        let health = &mut world.cards.as_mut().unwrap().get_mut("A").unwrap().health;
+        health.illness = Some(Illness { xid: Some(79), message: "XID 79".to_owned() });
+        health.since = Some(Timestamp::new(1_800_000_000, 123_456_789).unwrap());
+        let written = status(&world);
+        let mut text = serde_json::to_value(&written).unwrap();
+        let since = text["cards"][1]["health"]["since"].as_str().unwrap().to_owned();
+        let seconds = since.parse::<Timestamp>().unwrap().as_second();
+        // metav1.Time prints whole seconds.
+        text["cards"][1]["health"]["since"] = Timestamp::from_second(seconds).unwrap().to_string().into();
+        let read: GPUNodeStatus = serde_json::from_value(text).unwrap();
+        assert_eq!(difference(Some(&read), &written), Difference::None);
+    }
+
     #[test]
     fn only_facts_raise_the_number_and_nothing_is_written_for_nothing() {
         let mut world = world();

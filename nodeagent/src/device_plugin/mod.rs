@@ -23,7 +23,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::{Endpoint, Server};
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use crate::error::Error;
 use crate::kubelet::API_VERSION;
@@ -69,8 +69,13 @@ pub async fn run(dir: PathBuf, service: Service, registered: watch::Sender<bool>
     let folder = watch_folder(&dir, &bound, &inputs);
     let streams = count_streams(&service, &inputs);
     let drive = async {
-        let mut shell =
-            Shell { dir: dir.clone(), service: service.clone(), bound: Arc::clone(&bound), server: None };
+        let mut shell = Shell {
+            dir: dir.clone(),
+            service: service.clone(),
+            bound: Arc::clone(&bound),
+            server: None,
+            told: false,
+        };
         let mut machine = Machine::default();
         let mut input = Input::Elapsed;
         loop {
@@ -103,6 +108,8 @@ struct Shell {
     service: Service,
     bound: Arc<Mutex<Option<Inode>>>,
     server: Option<JoinHandle<()>>,
+    /// A failure to register was logged since the last success.
+    told: bool,
 }
 
 impl Drop for Shell {
@@ -125,13 +132,19 @@ impl Shell {
             },
             Action::Register => match self.register().await {
                 Ok(input) => {
+                    self.told = false;
                     if matches!(input, Input::Registered(_)) {
                         info!(resource = COUNT, "registered with the kubelet");
                     }
                     input
                 }
                 Err(error) => {
-                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not registered");
+                    // The socket of a kubelet that was killed stays; the first of many failures says it all.
+                    if std::mem::replace(&mut self.told, true) {
+                        debug!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not registered");
+                    } else {
+                        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not registered");
+                    }
                     Input::RegisterFailed
                 }
             },
