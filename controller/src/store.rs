@@ -21,6 +21,7 @@ use tokio::sync::watch;
 
 pub use facts::{Change, Facts, NodeRecord};
 pub use pods::{Phase, PodRecord};
+pub(crate) use watches::Resume;
 pub use watches::run;
 
 use crate::error::Error;

@@ -44,7 +44,9 @@ where
         + serde::de::DeserializeOwned
         + 'static,
 {
-    let stream = watcher::watch_object(api, &name).default_backoff().take_until(stop.cancelled_owned());
+    let stream = watcher::watch_object(api, &name)
+        .backoff(crate::store::Resume::default())
+        .take_until(stop.cancelled_owned());
     let mut stream = std::pin::pin!(stream);
     while let Some(event) = stream.next().await {
         match event {

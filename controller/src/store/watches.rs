@@ -3,11 +3,13 @@
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::Api;
 use kube::core::DeserializeGuard;
+use kube::runtime::utils::Backoff;
 use kube::runtime::watcher::{self, Config, Event};
 use kube::runtime::{WatchStreamExt, watcher as watch};
 use kube::{Client, Resource};
@@ -67,6 +69,34 @@ pub fn run(
     });
 }
 
+/// Pauses between tries to resume a watch: doubled up to a few seconds, so that an API server that comes back after
+/// minutes is seen at once. There are few controllers; they do not crowd it.
+#[derive(Debug, Default)]
+pub(crate) struct Resume {
+    last: Option<Duration>,
+}
+
+/// First pause.
+const FIRST: Duration = Duration::from_millis(200);
+/// Longest pause.
+const LONGEST: Duration = Duration::from_secs(5);
+
+impl Iterator for Resume {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        let next = self.last.map_or(FIRST, |last| (last * 2).min(LONGEST));
+        self.last = Some(next);
+        self.last
+    }
+}
+
+impl Backoff for Resume {
+    fn reset(&mut self) {
+        self.last = None;
+    }
+}
+
 fn uid_of<K: Resource>(object: &K) -> String {
     object.meta().uid.clone().unwrap_or_default()
 }
@@ -97,7 +127,7 @@ impl Start<'_> {
         let stop = self.stop.clone();
         let (store, metrics) = (Arc::clone(self.store), self.metrics.clone());
         tasks.spawn(async move {
-            let watch = watch(api, config).default_backoff();
+            let watch = watch(api, config).backoff(Resume::default());
             let mut feed = Feed { source, key, listing: BTreeSet::new(), metrics };
             let mut stream = std::pin::pin!(watch.take_until(stop.cancelled_owned()));
             while let Some(event) = stream.next().await {
@@ -160,5 +190,19 @@ impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
                 None
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_start_anew() {
+        let mut resume = Resume::default();
+        let pauses: Vec<u128> = resume.by_ref().take(7).map(|pause| pause.as_millis()).collect();
+        assert_eq!(pauses, [200, 400, 800, 1600, 3200, 5000, 5000]);
+        resume.reset();
+        assert_eq!(resume.next(), Some(FIRST));
     }
 }
