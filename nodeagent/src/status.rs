@@ -27,6 +27,8 @@ use crate::world::{Shared, World};
 
 /// Containers of a pod that start one after the other are written together.
 const COALESCE: Duration = Duration::from_secs(1);
+/// Pause between two looks at all allocations.
+const LULL: Duration = Duration::from_millis(50);
 /// First and longest pause after a failed write.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
 
@@ -245,6 +247,8 @@ impl Syncer {
             if ended {
                 return;
             }
+            // A burst of pods rings often.
+            tokio::time::sleep(LULL).await;
         }
     }
 
@@ -252,11 +256,8 @@ impl Syncer {
     fn pending(&self) -> BTreeMap<AllocationUid, bool> {
         self.shared.read(|w| {
             let open = w.allocations.iter().filter(|(uid, object)| {
-                let epoch = Timestamp::UNIX_EPOCH;
                 w.ledger.allocation(uid).is_some_and(|f| !f.released)
-                    && object.status.as_ref() != Some(&desired(w, object, epoch))
-                    && (object.status.is_some()
-                        || desired(w, object, epoch) != VGPUAllocationStatus::default())
+                    && object.status.clone().unwrap_or_default() != desired(w, object, Timestamp::UNIX_EPOCH)
             });
             open.map(|(uid, _)| (uid.clone(), w.refused.contains_key(uid))).collect()
         })

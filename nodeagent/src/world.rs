@@ -4,11 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use mullion_core::facts::{AllocationFact, Event};
+use mullion_core::facts::{AllocationFact, CardMode, Event};
 use mullion_core::ledger::{Ledger, Standing};
 use mullion_core::units::{AllocationUid, GpuUuid, NodeName, PodUid};
 use mullion_crds::facts;
-use mullion_crds::gpunode::GPUNode;
+use mullion_crds::gpunode::{Card, GPUNode};
 use mullion_crds::vgpuallocation::VGPUAllocation;
 use parking_lot::RwLock;
 use tokio::sync::watch;
@@ -188,23 +188,24 @@ impl World {
     #[must_use]
     pub fn card_views(&self) -> Option<BTreeMap<GpuUuid, CardView>> {
         let cards = self.cards.as_ref()?;
-        let node = self.own_node();
-        let fact = facts::node(&node)?;
+        let fact = self.ledger.node(&self.node)?;
+        let modes: BTreeMap<&str, CardMode> = fact.cards.iter().map(|c| (c.uuid.as_str(), c.mode)).collect();
         let down = match &self.driver {
             Driver::Down { reason, .. } => Some(reason.clone()),
             _ => None,
         };
+        let scaling = |card: &Card| {
+            let wish = self.gpunode.as_ref().map(|n| facts::wish_for(n, &card.uuid, &card.model));
+            wish.and_then(|w| w.memory_scaling).unwrap_or(100)
+        };
         let view = |known: &Known| {
             let card = &known.card;
-            let mode =
-                fact.cards.iter().find(|c| c.uuid.as_str() == card.uuid).map(|c| c.mode).unwrap_or_default();
-            let wish = facts::wish_for(&node, &card.uuid, &card.model);
             CardView {
                 name: CardName { uuid: card.uuid.clone(), index: card.index, minor: card.minor },
-                mode,
+                mode: modes.get(card.uuid.as_str()).copied().unwrap_or_default(),
                 present: known.present,
                 fault: down.clone().or_else(|| known.fault()),
-                memory_scaling: wish.memory_scaling.unwrap_or(100),
+                memory_scaling: scaling(card),
             }
         };
         Some(cards.iter().map(|(uuid, known)| (uuid.as_str().into(), view(known))).collect())
@@ -214,9 +215,9 @@ impl World {
     #[must_use]
     pub fn offer(&self) -> Option<Offer> {
         let cards = self.cards.as_ref()?;
-        let fact = facts::node(&self.own_node())?;
+        let fact = self.ledger.node(&self.node)?;
         let mut offer = Offer::default();
-        for card in fact.cards.iter().filter(|c| c.mode != mullion_core::facts::CardMode::Mig) {
+        for card in fact.cards.iter().filter(|c| c.mode != CardMode::Mig) {
             offer.total = offer.total.saturating_add(card.slots);
             let present = cards.get(card.uuid.as_str()).is_some_and(|k| k.present);
             if card.healthy && present && fact.driver_ready {

@@ -157,9 +157,9 @@ fn a_driver_that_comes_late_is_picked_up() {
         node.fake("error nvmlDeviceGetCount_v2 999 1");
         assert_eq!(node.driver.survey().await.unwrap_err().code(), "NVML_ERROR_UNKNOWN");
         node.driver.survey().await.unwrap();
-        let none =
+        let missing =
             DriverHandle::start(Some("/nonexistent/libnvidia-ml.so.1".into()), Arc::default()).unwrap();
-        assert_eq!(none.survey().await.unwrap_err().code(), "NVML_ERROR_LIBRARY_NOT_FOUND");
+        assert_eq!(missing.survey().await.unwrap_err().code(), "NVML_ERROR_LIBRARY_NOT_FOUND");
     });
 }
 

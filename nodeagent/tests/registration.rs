@@ -1,7 +1,12 @@
 //! The plugin against a kubelet of our own making: a registration server on a Unix socket that does what the
 //! kubelet's device manager does with a plugin that registers.
 
-#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot be set up has failed")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
