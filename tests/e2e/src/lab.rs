@@ -40,6 +40,25 @@ impl Lab {
         self.run(&["fault", part, verb]).map(drop)
     }
 
+    /// Starts every part again that has ended, as a kubelet would: a kube-scheduler that loses its lease (a pause,
+    /// an outage of the API server) exits. Gives the names of those that were started.
+    ///
+    /// # Errors
+    /// As [`Self::run`], and when `lab status` is not what it was.
+    pub fn revive(self) -> Result<Vec<String>> {
+        let status: serde_json::Value = serde_json::from_str(&self.run(&["status", "--json"])?)?;
+        let mut revived = Vec::new();
+        for part in status["parts"].as_array().context("lab status without parts")? {
+            let name = part["name"].as_str().context("a part without a name")?;
+            let state = part["state"].as_str().context("a part without a state")?;
+            if state != "running" && state != "stopped" {
+                self.fault(name, "restart")?;
+                revived.push(name.to_owned());
+            }
+        }
+        Ok(revived)
+    }
+
     /// `lab fake NODE VERB…`.
     ///
     /// # Errors

@@ -66,13 +66,20 @@ impl Scope {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = Client::try_default().await.context("KUBECONFIG: run the tests with `lab enter`")?;
         let scope = Self { client, namespace: format!("e2e-{name}"), lab: Lab };
-        scope.remove().await?;
         let namespaces: Api<Namespace> = Api::all(scope.client.clone());
+        // A test that failed leaves its pods for people to look at; the next one needs the cards.
+        for left in namespaces.list(&ListParams::default()).await?.items {
+            if left.name_any().starts_with("e2e-") {
+                Self { namespace: left.name_any(), ..scope.clone() }.remove().await?;
+            }
+        }
         let object = Namespace {
             metadata: ObjectMeta { name: Some(scope.namespace.clone()), ..ObjectMeta::default() },
             ..Namespace::default()
         };
         namespaces.create(&PostParams::default(), &object).await.context("create the namespace")?;
+        // The test before may have ended in an outage.
+        scope.lab.revive()?;
         // The controller manager makes the default service account; pods are refused before that.
         let accounts: Api<k8s_openapi::api::core::v1::ServiceAccount> =
             Api::namespaced(scope.client.clone(), &scope.namespace);

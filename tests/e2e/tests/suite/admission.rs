@@ -139,10 +139,14 @@ async fn memory_alone_leaves_the_compute_shared() -> Result<()> {
 #[tokio::test]
 async fn without_the_controller_only_gpu_pods_are_refused() -> Result<()> {
     let scope = Scope::new("no-webhook").await?;
-    scope.lab.fault("controller", "kill")?;
+    for part in ["controller", "controller-2"] {
+        scope.lab.fault(part, "kill")?;
+    }
     let refusal = scope.refusal(&slice_pod("gpu", "1000", "10")).await;
     let plain = scope.create(&pod("plain", vec![container("main", &[])])).await;
-    scope.lab.fault("controller", "restart")?;
+    for part in ["controller", "controller-2"] {
+        scope.lab.fault(part, "restart")?;
+    }
     let refusal = refusal?;
     ensure!(refusal.contains("failed calling webhook"), "{refusal}");
     ensure!(plain?.name_any() == "plain");

@@ -57,14 +57,12 @@ async fn a_pod_deleted_after_bind_frees_its_slice_at_once() -> Result<()> {
     for round in 0..3 {
         let name = format!("early-{round}");
         scope.create(&slice_pod(&name, "40000", "10").on("node-b")).await?;
-        let bound = eventually("bound", PATIENCE, || async {
-            let p = scope.pods().get(&name).await?;
-            Ok(p.spec.as_ref().and_then(|s| s.node_name.clone()).map(|_| p.clone()))
+        eventually("bound", PATIENCE, || async {
+            Ok(scope.pods().get(&name).await?.spec.and_then(|s| s.node_name))
         })
         .await?;
         let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
         scope.pods().delete(&name, &now).await?;
-        drop(bound);
         let other = format!("other-{round}");
         let start = Instant::now();
         scope.create(&slice_pod(&other, "1000", "10").on("node-b")).await?;
@@ -74,6 +72,7 @@ async fn a_pod_deleted_after_bind_frees_its_slice_at_once() -> Result<()> {
         })
         .await?;
         ensure!(start.elapsed() < Duration::from_secs(2), "round {round}: {:?}", start.elapsed());
+        scope.delete(&other).await?;
     }
     scope.remove().await
 }

@@ -17,6 +17,7 @@ struct Paused<'a>(&'a Scope);
 impl<'a> Paused<'a> {
     fn new(scope: &'a Scope) -> Result<Self> {
         let paused = Self(scope);
+        scope.lab.revive()?;
         for part in ["scheduler", "scheduler-2"] {
             scope.lab.fault(part, "stop")?;
         }
@@ -29,6 +30,9 @@ impl Drop for Paused<'_> {
         for part in ["scheduler", "scheduler-2"] {
             let _ = self.0.lab.fault(part, "cont");
         }
+        // One that lost its lease meanwhile exits at once, and is started again.
+        std::thread::sleep(std::time::Duration::from_secs(1));
+        let _ = self.0.lab.revive();
     }
 }
 
