@@ -17,6 +17,7 @@ mod writes;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::report::Report;
 
@@ -56,12 +57,10 @@ enum Scenario {
 #[tokio::main]
 async fn main() -> ExitCode {
     let args = Args::parse();
-    let report = match &args.scenario {
-        Scenario::Scheduling(options) => scheduling::run(options).await,
-        Scenario::Writes(options) => writes::run(options).await,
-        Scenario::Prepare(options) => prepare::run(options).await,
-        Scenario::Agent(options) => footprint::run(options).await,
-        Scenario::Idle(options) => idle::run(options).await,
+    // On a signal the scenario is dropped, and with it what it has started or stopped.
+    let report = tokio::select! {
+        report = run(&args.scenario) => report,
+        () = told_to_end() => Err(anyhow::anyhow!("ended by a signal")),
     };
     match report.and_then(|report| print(&report, args.output)) {
         Ok(()) => ExitCode::SUCCESS,
@@ -69,6 +68,24 @@ async fn main() -> ExitCode {
             eprintln!("mullion-bench: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+async fn run(scenario: &Scenario) -> anyhow::Result<Report> {
+    match scenario {
+        Scenario::Scheduling(options) => scheduling::run(options).await,
+        Scenario::Writes(options) => writes::run(options).await,
+        Scenario::Prepare(options) => prepare::run(options).await,
+        Scenario::Agent(options) => footprint::run(options).await,
+        Scenario::Idle(options) => idle::run(options).await,
+    }
+}
+
+async fn told_to_end() {
+    let Ok(mut terminate) = signal(SignalKind::terminate()) else { return std::future::pending().await };
+    tokio::select! {
+        _ = tokio::signal::ctrl_c() => {}
+        _ = terminate.recv() => {}
     }
 }
 

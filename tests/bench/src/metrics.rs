@@ -31,7 +31,8 @@ pub async fn scrape(address: &str) -> Result<Scrape> {
     Ok(parse(body))
 }
 
-fn parse(text: &str) -> Scrape {
+/// Reads the text format, Prometheus' or OpenMetrics'.
+pub fn parse(text: &str) -> Scrape {
     let series = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
         // Labels may hold spaces; values and times do not. An exemplar follows " # ".
         let line = line.split(" # ").next()?;

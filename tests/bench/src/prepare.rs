@@ -20,7 +20,7 @@ use crate::stats::spread_cells;
 /// The agents' port for health and metrics.
 const AGENT_PORT: u16 = 9394;
 /// How long PreStartContainer took, as the agents count it.
-const HISTOGRAM: &str = "mullion_prepare_duration_seconds";
+const HISTOGRAM: &str = "mullion_agent_prepare_seconds";
 
 /// Settings.
 #[derive(Debug, clap::Args)]

@@ -4,13 +4,14 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Stdio;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 use tokio::process::{Child, Command};
 
 use crate::lab::{self, Status};
+use crate::metrics::{self, Scrape};
 
 /// Name of the scheduler without extenders.
 pub const PLAIN: &str = "bench-plain";
@@ -20,6 +21,7 @@ pub const PLAIN: &str = "bench-plain";
 pub struct Scheduler {
     _process: Child,
     pid: i32,
+    port: u16,
     log: PathBuf,
     _folder: tempfile::TempDir,
 }
@@ -63,12 +65,34 @@ impl Scheduler {
             .context("cannot start nsenter (package util-linux)")?;
         // nsenter becomes the program, so this is the scheduler's own.
         let pid = process.id().context("kube-scheduler ended at once")?.cast_signed();
-        Ok(Self { _process: process, pid, log, _folder: folder })
+        Ok(Self { _process: process, pid, port, log, _folder: folder })
     }
 
     /// Its process.
     pub const fn pid(&self) -> i32 {
         self.pid
+    }
+
+    /// `kubectl get --raw PATH` of its own server, as the lab's administrator.
+    pub fn raw(&self, path: &str) -> Command {
+        let mut command = Command::new("kubectl");
+        command.arg(format!("--server=https://10.97.0.101:{}", self.port));
+        // It serves with a certificate that it made itself.
+        command.args(["--insecure-skip-tls-verify", "--tls-server-name=", "get", "--raw", path]);
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    /// Its metrics.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn metrics(&self) -> Result<Scrape> {
+        let output = self.raw("/metrics").output().await.context("cannot start kubectl")?;
+        if !output.status.success() {
+            bail!("no metrics of kube-scheduler: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        Ok(metrics::parse(&String::from_utf8_lossy(&output.stdout)))
     }
 
     /// Stops it.
