@@ -14,7 +14,7 @@ fn lab_program() -> PathBuf {
         .map_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../lab/lab")), PathBuf::from)
 }
 
-fn text(what: &str, output: Output) -> Result<String> {
+fn text(what: &str, output: &Output) -> Result<String> {
     let out = String::from_utf8_lossy(&output.stdout).into_owned();
     if output.status.success() {
         return Ok(out);
@@ -29,7 +29,7 @@ impl Lab {
     /// When the command fails; the text has its output.
     pub fn run(self, args: &[&str]) -> Result<String> {
         let output = Command::new(lab_program()).args(args).output().context("start the lab program")?;
-        text(&format!("lab {}", args.join(" ")), output)
+        text(&format!("lab {}", args.join(" ")), &output)
     }
 
     /// `lab fault PART VERB`.
@@ -73,7 +73,7 @@ impl Lab {
     /// When the command fails; the text has its output.
     pub fn kubectl(self, args: &[&str]) -> Result<String> {
         let output = Command::new("kubectl").args(args).output().context("start kubectl")?;
-        text(&format!("kubectl {}", args.join(" ")), output)
+        text(&format!("kubectl {}", args.join(" ")), &output)
     }
 
     /// Runs a command in a node's namespaces, as somebody logged in there would.

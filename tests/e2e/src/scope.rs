@@ -13,7 +13,7 @@ use mullion_crds::{GPUNode, VGPUAllocation};
 use crate::Lab;
 
 /// How long an ordinary step may take on a busy two-core machine.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Asks until the answer is `Some`.
 ///

@@ -37,7 +37,7 @@ async fn default_scheduler_is_taken_over_and_others_are_refused() -> Result<()> 
 async fn wrong_wishes_are_refused_with_the_field_and_the_value() -> Result<()> {
     let scope = Scope::new("wrong-wishes").await?;
     let with = |limits: &[(&str, &str)]| pod("wrong", vec![container("main", limits)]);
-    let cases = [
+    let cases = vec![
         ("binary suffix", with(&slice("16Gi", "10")), vec!["nvidia.com/gpumem", "16Gi"]),
         ("fraction", with(&slice("1500m", "10")), vec!["nvidia.com/gpumem", "1500m"]),
         ("too much compute", with(&slice("1000", "101")), vec!["nvidia.com/gpucores", "101"]),

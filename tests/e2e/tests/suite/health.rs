@@ -11,7 +11,7 @@ async fn health(scope: &Scope, node: &str, uuid: &str) -> Result<HealthState> {
     Ok(status.cards.iter().find(|c| c.uuid == uuid).context("card not listed")?.health.state)
 }
 
-async fn allocatable(scope: &Scope, node: &str) -> Result<i64> {
+fn allocatable(scope: &Scope, node: &str) -> Result<i64> {
     let text =
         scope.lab.kubectl(&["get", "node", node, "-o", r"jsonpath={.status.allocatable.nvidia\.com/gpu}"])?;
     text.trim().parse().with_context(|| format!("allocatable of {node}: {text:?}"))
@@ -31,7 +31,7 @@ async fn a_lost_card_touches_only_its_own_pods_and_comes_back() -> Result<()> {
     let lost = scope.allocation(&first).await?.spec.containers[0].devices[0].uuid.clone();
     let kept = scope.allocation(&second).await?.spec.containers[0].devices[0].uuid.clone();
     ensure!(lost != kept, "both on {lost}");
-    ensure!(allocatable(&scope, "node-b").await? == 20);
+    ensure!(allocatable(&scope, "node-b")? == 20);
 
     scope.lab.fake("node-b", &["remove", &lost])?;
     eventually("the card is reported", PATIENCE, || async {
@@ -46,14 +46,14 @@ async fn a_lost_card_touches_only_its_own_pods_and_comes_back() -> Result<()> {
     );
     // Free slots are hidden, slots in use are not: 2 in use, 10 usable on the card that is left.
     eventually("free slots hidden", PATIENCE, || async {
-        Ok((allocatable(&scope, "node-b").await? == 10).then_some(()))
+        Ok((allocatable(&scope, "node-b")? == 10).then_some(()))
     })
     .await?;
     // Both pods go on, also over a restart of the kubelet.
     scope.lab.fault("kubelet@node-b", "kill")?;
     scope.lab.fault("kubelet@node-b", "restart")?;
     eventually("plugin registered again", PATIENCE, || async {
-        Ok((allocatable(&scope, "node-b").await? == 10).then_some(()))
+        Ok((allocatable(&scope, "node-b")? == 10).then_some(()))
     })
     .await?;
     let again = scope.running("on-other").await?;
@@ -72,7 +72,7 @@ async fn a_lost_card_touches_only_its_own_pods_and_comes_back() -> Result<()> {
     scope.lab.fake("node-b", &["restore", &lost])?;
     eventually("the card is back", PATIENCE, || async {
         let healthy = health(&scope, "node-b", &lost).await? == HealthState::Healthy;
-        Ok((healthy && allocatable(&scope, "node-b").await? == 20).then_some(()))
+        Ok((healthy && allocatable(&scope, "node-b")? == 20).then_some(()))
     })
     .await?;
     scope.remove().await
@@ -131,7 +131,7 @@ async fn a_node_made_anew_with_other_cards_gives_only_those() -> Result<()> {
     eventually("the new cards are reported", PATIENCE, || async {
         let status = scope.gpu_node("node-b").await?.status.context("no status")?;
         let there = status.cards.len() == 2 && status.cards.iter().all(|c| c.uuid != stale);
-        Ok((there && allocatable(&scope, "node-b").await? == 20).then_some(()))
+        Ok((there && allocatable(&scope, "node-b")? == 20).then_some(()))
     })
     .await?;
     scope.create(&slice_pod("new", "5000", "10").on("node-b")).await?;

@@ -10,7 +10,7 @@ use mullion_e2e::Scope;
 use mullion_e2e::pods::slice_pod;
 use mullion_e2e::scope::{PATIENCE, eventually};
 
-/// A small generator of its own (SplitMix64), so that a round can be repeated from its printed seed.
+/// A small generator of its own (`SplitMix64`), so that a round can be repeated from its printed seed.
 struct Dice(u64);
 
 impl Dice {
