@@ -40,7 +40,7 @@ const SLOWEST: Duration = Duration::from_secs(5);
 /// A pod that is bound here but was never seen: how long its watch may lag before the API server is asked.
 const LAG: Duration = Duration::from_secs(3);
 /// How often files without an owner are looked for, and how old they must be.
-const SWEEP: Duration = Duration::from_mins(1);
+const SWEEP: Duration = Duration::from_secs(20);
 
 /// Why an allocation is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -32,6 +32,9 @@ const LULL: Duration = Duration::from_millis(50);
 /// First and longest pause after a failed write.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(30));
 
+/// Condition of an allocation whose card failed at some time.
+const HEALTHY: &str = "DevicesHealthy";
+
 /// A condition to set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claim {
@@ -137,6 +140,11 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
     if init && (is("InitDone") || pod.is_some_and(|p| p.init_done && !p.ended)) {
         claims.push(Claim::new("InitDone", "True", "InitEnded", "every ordinary init container has ended"));
     }
+    if !grants.is_empty()
+        && let Some(claim) = health(world, object, old.conditions.iter().any(|c| c.type_ == HEALTHY))
+    {
+        claims.push(claim);
+    }
     let known = |claim: &Claim| {
         old.conditions
             .iter()
@@ -145,6 +153,20 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
     claims.retain(|c| !known(c));
     set(&mut status, &claims, now);
     status
+}
+
+/// Tells a prepared allocation about its cards: first when one fails, then whenever that changes.
+fn health(world: &World, object: &VGPUAllocation, told: bool) -> Option<Claim> {
+    let cards = world.cards.as_ref()?;
+    let devices = object.spec.containers.iter().flat_map(|c| &c.devices);
+    let ill = devices.filter_map(|d| Some((&d.uuid, cards.get(&d.uuid)?.fault()?))).min();
+    match ill {
+        Some((uuid, fault)) => {
+            Some(Claim::new(HEALTHY, "False", "CardUnhealthy", &format!("card {uuid}: {fault}")))
+        }
+        None if told => Some(Claim::new(HEALTHY, "True", "CardRecovered", "its cards answer again")),
+        None => None,
+    }
 }
 
 /// Writes an allocation's status, over the version that `object` is.
@@ -375,6 +397,34 @@ mod tests {
         let status = desired(&world, &object, later);
         assert_eq!(says(&status).last(), Some(&claim("InitDone", "True", "InitEnded")));
         assert_eq!(status.conditions[0].last_transition_time, Time(now), "times of what holds stay");
+    }
+
+    // DP-09: the pods of a failed card are told, and told again when it is back; nobody else is.
+    #[test]
+    fn a_failed_card_shows_on_its_own_allocations() {
+        use crate::health::{Illness, Known};
+        use mullion_crds::vgpuallocation::Device;
+        let mut world = World { node: "n".into(), ..World::default() };
+        let mut object = object();
+        object.spec.containers[1].devices = vec![Device { uuid: "A".to_owned(), ..Device::default() }];
+        world.see_allocation(object.clone());
+        let grant = grant("a", true);
+        world.grants.insert(grant.grant.clone(), grant);
+        world.cards = Some(BTreeMap::from(["A", "B"].map(|u| (u.to_owned(), Known::default()))));
+        let ill = |world: &mut World, uuid: &str, ill: bool| {
+            let illness = Illness { xid: Some(79), message: "XID 79".to_owned() };
+            world.cards.as_mut().unwrap().get_mut(uuid).unwrap().health.illness = ill.then_some(illness);
+        };
+        let last = |world: &World, object: &VGPUAllocation| {
+            says(&desired(world, object, Timestamp::UNIX_EPOCH)).into_iter().find(|c| c.0 == HEALTHY)
+        };
+        ill(&mut world, "B", true);
+        assert_eq!(last(&world, &object), None, "another card");
+        ill(&mut world, "A", true);
+        assert_eq!(last(&world, &object), Some(claim(HEALTHY, "False", "CardUnhealthy")));
+        object.status = Some(desired(&world, &object, Timestamp::UNIX_EPOCH));
+        ill(&mut world, "A", false);
+        assert_eq!(last(&world, &object), Some(claim(HEALTHY, "True", "CardRecovered")));
     }
 
     // DP-06, DP-12: marked, so that the controller frees the share.

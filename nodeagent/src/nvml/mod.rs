@@ -117,6 +117,15 @@ enum Request {
     Pids(Vec<String>, oneshot::Sender<Result<Pids, Trouble>>),
 }
 
+impl Request {
+    fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Survey(reply) => reply.is_closed(),
+            Self::Pids(_, reply) => reply.is_closed(),
+        }
+    }
+}
+
 /// The way to the driver's thread. It ends with the last clone.
 #[derive(Clone, Debug)]
 pub struct DriverHandle {
@@ -192,6 +201,10 @@ fn serve(inbox: &mpsc::Receiver<Request>, library: Option<&OsStr>, metrics: &Met
     let mut nvml: Option<Nvml> = None;
     let mut cache = survey::Cache::default();
     while let Ok(request) = inbox.recv() {
+        // Who asked while the driver hung has gone.
+        if request.is_abandoned() {
+            continue;
+        }
         let driver = match nvml.take() {
             Some(driver) => Ok(driver),
             None => load(library),
