@@ -117,3 +117,42 @@ async fn restarts_of_kubelet_and_agent_in_any_order() -> Result<()> {
     ensure!(restarts == 0, "the steady pod was restarted {restarts} times");
     scope.remove().await
 }
+
+/// DP-13: while a node's agent is down its slots are gone, so that an owner's pods wait instead of failing one
+/// after the other; they start when it is back, with nobody's help.
+#[tokio::test]
+async fn a_dead_agent_draws_no_pods() -> Result<()> {
+    let scope = Scope::new("no-pod-storm").await?;
+    scope.lab.fault("agent@node-b", "kill")?;
+    let slots = || {
+        scope.lab.kubectl(&["get", "node", "node-b", "-o", r"jsonpath={.status.allocatable.nvidia\.com/gpu}"])
+    };
+    let outcome = async {
+        eventually("no slots without the plugin", PATIENCE, || async {
+            Ok((slots()?.trim() == "0").then_some(()))
+        })
+        .await?;
+        let set = serde_json::json!({
+            "apiVersion": "apps/v1", "kind": "ReplicaSet",
+            "metadata": {"name": "patient", "namespace": scope.namespace},
+            "spec": {"replicas": 2, "selector": {"matchLabels": {"app": "patient"}},
+                     "template": {"metadata": {"labels": {"app": "patient"}},
+                                  "spec": slice_pod("unused", "500", "2").on("node-b").spec}}});
+        let file = std::env::temp_dir().join("no-pod-storm.json");
+        std::fs::write(&file, set.to_string())?;
+        scope.lab.kubectl(&["create", "-f", &file.to_string_lossy()])?;
+        tokio::time::sleep(Duration::from_secs(15)).await;
+        let pods = scope.pods().list(&kube::api::ListParams::default()).await?.items;
+        ensure!(pods.len() == 2, "{} pods were made", pods.len());
+        ensure!(pods.iter().all(|p| p.spec.as_ref().is_some_and(|s| s.node_name.is_none())), "one was bound");
+        anyhow::Ok(())
+    }
+    .await;
+    scope.lab.fault("agent@node-b", "restart")?;
+    outcome?;
+    let pods = scope.pods().list(&kube::api::ListParams::default()).await?.items;
+    for p in &pods {
+        scope.running(&p.name_any()).await?;
+    }
+    scope.remove().await
+}

@@ -4,10 +4,12 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use base64::Engine as _;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams};
+use mullion_crds::vgpuallocation::Phase;
 use mullion_e2e::Scope;
-use mullion_e2e::pods::slice_pod;
+use mullion_e2e::pods::{Build, slice_pod};
 use mullion_e2e::scope::{PATIENCE, eventually};
 
 /// A small generator of its own (`SplitMix64`), so that a round can be repeated from its printed seed.
@@ -45,10 +47,7 @@ async fn records_agree(scope: &Scope, node: &str) -> Result<()> {
         .items;
     let mut grants = BTreeSet::new();
     for allocation in &allocations {
-        let released = allocation
-            .status
-            .as_ref()
-            .is_some_and(|s| s.phase == mullion_crds::vgpuallocation::Phase::Released);
+        let released = allocation.status.as_ref().is_some_and(|s| s.phase == Phase::Released);
         ensure!(
             released || pods.contains(&allocation.spec.pod.uid),
             "{}: allocation {} is of a pod that is gone or ended: {:?}",
@@ -61,7 +60,12 @@ async fn records_agree(scope: &Scope, node: &str) -> Result<()> {
         }
     }
     let list = |folder: &str| -> Result<BTreeSet<String>> {
-        Ok(scope.lab.on_node(node, &["ls", "-1", folder])?.lines().map(str::to_owned).collect())
+        Ok(scope
+            .lab
+            .on_node(node, &["sh", "-c", &format!("ls -1 {folder} 2>/dev/null || true")])?
+            .lines()
+            .map(str::to_owned)
+            .collect())
     };
     let specs: BTreeSet<String> = list("/var/run/cdi")?
         .into_iter()
@@ -74,8 +78,50 @@ async fn records_agree(scope: &Scope, node: &str) -> Result<()> {
         let uid = folder.split('_').next().unwrap_or_default();
         ensure!(pods.contains(uid), "{node}: usage folder {folder} of a pod that is gone");
     }
+    kubelet_agrees(scope, node, &pods, &grants)?;
+    // Who holds each card by the audit log: the pods of the allocations, and nobody else.
+    let held: BTreeSet<String> = allocations
+        .iter()
+        .filter(|a| a.status.as_ref().is_some_and(|s| s.phase == Phase::Prepared))
+        .map(|a| a.spec.pod.uid.clone())
+        .collect();
+    let mut holders = BTreeSet::new();
+    let now = jiff::Timestamp::now().to_string();
+    for card in scope.gpu_node(node).await?.status.context("no status")?.cards {
+        let answer = scope.lab.audit(node, &["who-had", "--card", &card.uuid, "--at", &now])?;
+        for holder in answer.as_array().context("no list of holders")? {
+            holders.insert(holder["pod"]["uid"].as_str().context("a holder without a pod")?.to_owned());
+        }
+    }
+    ensure!(holders == held, "{node}: the audit log names {holders:?}, the allocations {held:?}");
     let verify = scope.lab.audit(node, &["verify"])?;
     ensure!(verify["ok"] != serde_json::Value::Bool(false), "{node}: {verify}");
+    Ok(())
+}
+
+/// The kubelet's own record of device ids has exactly the grants that the allocations show, for pods that live.
+fn kubelet_agrees(
+    scope: &Scope,
+    node: &str,
+    pods: &BTreeSet<String>,
+    grants: &BTreeSet<String>,
+) -> Result<()> {
+    let text =
+        scope.lab.on_node(node, &["cat", "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"])?;
+    let record: serde_json::Value = serde_json::from_str(&text)?;
+    let mut known = BTreeSet::new();
+    for entry in record["Data"]["PodDeviceEntries"].as_array().into_iter().flatten() {
+        let uid = entry["PodUID"].as_str().context("an entry without a pod")?;
+        if entry["ResourceName"] != "nvidia.com/gpu" || !pods.contains(uid) {
+            continue;
+        }
+        let answer = base64::engine::general_purpose::STANDARD
+            .decode(entry["AllocResp"].as_str().context("an entry without an answer")?)?;
+        let answer = String::from_utf8_lossy(&answer).into_owned();
+        let (_, grant) = answer.split_once("mullion.io/grant=").context("an answer without a grant")?;
+        known.insert(grant.chars().take(16).collect::<String>());
+    }
+    ensure!(known == *grants, "{node}: the kubelet knows {known:?}, the allocations {grants:?}");
     Ok(())
 }
 
@@ -102,7 +148,13 @@ async fn killed_parts_leave_nothing_behind() -> Result<()> {
                 let name = format!("s-{round}-{step}-{n}");
                 // While a controller is down its webhook refuses GPU pods: try until it is back.
                 eventually("a pod is let in", PATIENCE, || async {
-                    scope.create(&slice_pod(&name, "700", "3")).await.map(Some)
+                    scope
+                        .create(
+                            &slice_pod(&name, "700", "3")
+                                .annotated("hami.io/node-scheduler-policy", "spread"),
+                        )
+                        .await
+                        .map(Some)
                 })
                 .await?;
             }

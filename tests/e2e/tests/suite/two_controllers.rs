@@ -205,3 +205,49 @@ async fn two_controllers_binding_at_once_never_over_give() -> Result<()> {
     }
     scope.remove().await
 }
+
+/// HA-01, HA-02: leadership goes from one pair to the other and back under load. Each pod is placed once, placing
+/// goes on within the lease's time, and a controller that comes back decides only on what it has read since.
+#[tokio::test]
+async fn leadership_goes_there_and_back_under_load() -> Result<()> {
+    let scope = Scope::new("there-and-back").await?;
+    for (term, (down, other)) in [("", "-2"), ("-2", ""), ("", "-2")].into_iter().enumerate() {
+        scope.lab.revive()?;
+        for part in [format!("scheduler{down}"), format!("controller{down}")] {
+            scope.lab.fault(&part, "kill")?;
+        }
+        let begun = std::time::Instant::now();
+        for n in 0..5 {
+            let name = format!("t{term}-{n}");
+            // The API server tries the webhook of the pair that is left by itself.
+            eventually("let in", PATIENCE, || async {
+                scope.create(&slice_pod(&name, "500", "2")).await.map(Some)
+            })
+            .await?;
+        }
+        for n in 0..5 {
+            scope.running(&format!("t{term}-{n}")).await?;
+        }
+        // A scheduler's lease lasts 15 s; beside that only ordinary work may pass.
+        ensure!(begun.elapsed() < std::time::Duration::from_secs(45), "term {term}: {:?}", begun.elapsed());
+        for part in [format!("controller{down}"), format!("scheduler{down}")] {
+            scope.lab.fault(&part, "restart")?;
+        }
+        let ready = format!("controller{down} is ready again");
+        let probe = ["curl", "-sf", "-o", "/dev/null", "http://127.0.0.1:9395/readyz"];
+        eventually(&ready, PATIENCE, || async {
+            Ok(scope.lab.beside_controller(&format!("controller{down}"), &probe).ok())
+        })
+        .await?;
+        // Both see the same: the ledger of neither differs from a fold of what the API server has.
+        for part in [format!("controller{down}"), format!("controller{other}")] {
+            let metrics =
+                scope.lab.beside_controller(&part, &["curl", "-sf", "http://127.0.0.1:9395/metrics"])?;
+            let drift = metrics.lines().find(|l| l.contains("ledger_drift") && !l.starts_with('#'));
+            ensure!(drift.is_some_and(|l| l.ends_with(" 0")), "{part}: {drift:?}");
+        }
+    }
+    let all = scope.allocations().list(&ListParams::default()).await?.items;
+    ensure!(all.len() == 15, "{} allocations of 15 pods", all.len());
+    scope.remove().await
+}
