@@ -6,7 +6,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Binding, Node, ObjectReference, Pod};
-use kube::api::{Api, DeleteParams, EvictParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Status;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, ResourceExt};
@@ -17,7 +17,7 @@ use serde_json::json;
 
 use crate::error::Error;
 
-/// Deadline of one call. The longest bind makes six in a row, and kube-scheduler waits 30 s for it.
+/// Deadline of one call.
 pub const CALL_LIMIT: Duration = Duration::from_secs(4);
 
 /// The API server, for this process.
@@ -120,6 +120,17 @@ impl Cluster {
     pub async fn allocation(&self, namespace: &str, name: &str) -> Result<Option<VGPUAllocation>, Error> {
         let api = self.allocations(namespace);
         self.call("GET", || format!("allocation {namespace}/{name}"), api.get_opt(name)).await
+    }
+
+    /// Lists the allocations on a node.
+    ///
+    /// # Errors
+    /// See [`Self::call`].
+    pub async fn allocations_on(&self, node: &str) -> Result<Vec<VGPUAllocation>, Error> {
+        let api: Api<VGPUAllocation> = Api::all(self.client.clone());
+        let params = ListParams::default().fields(&format!("spec.nodeName={node}"));
+        let list = self.call("LIST", || format!("allocations on node {node}"), api.list(&params)).await?;
+        Ok(list.items)
     }
 
     /// Creates an allocation.

@@ -133,7 +133,7 @@ pub enum Error {
         node: NodeName,
     },
     /// The pod's request cannot be taken.
-    #[error("pod {pod}: {source}")]
+    #[error("pod {pod} asks for what cannot be given: create it anew as the cause says")]
     Request {
         /// `namespace/name`.
         pod: String,
@@ -177,6 +177,16 @@ pub enum Error {
         node: NodeName,
         /// Why the binding did not happen.
         source: Box<Error>,
+    },
+    /// A bind took so long that kube-scheduler may have given it up.
+    #[error("pod {pod} could not be bound to node {node} within {limit:?}: it is tried again")]
+    BindTooLate {
+        /// `namespace/name`.
+        pod: String,
+        /// Where it was to go.
+        node: NodeName,
+        /// How long it may take until its binding is begun.
+        limit: Duration,
     },
     /// A task of our own broke.
     #[error("the task for {what} broke: see the log, the caller tries again")]
@@ -229,6 +239,7 @@ impl Error {
             Self::AllocationInUse { .. } => "AllocationInUse",
             Self::AllocationNameTaken { .. } => "AllocationNameTaken",
             Self::BindUndone { .. } => "BindUndone",
+            Self::BindTooLate { .. } => "BindTooLate",
             Self::TaskBroke { .. } => "TaskBroke",
             Self::CertificateMake { .. } => "CertificateFailed",
             Self::CertificateBad { .. } => "CertificateUnusable",

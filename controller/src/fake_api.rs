@@ -32,6 +32,7 @@ struct State {
     objects: BTreeMap<String, Value>,
     faults: VecDeque<(String, Fault)>,
     calls: Vec<String>,
+    events: usize,
     version: u64,
 }
 
@@ -85,11 +86,18 @@ impl FakeApi {
         std::mem::take(&mut self.state.lock().calls)
     }
 
+    /// How many Events were written so far.
+    pub fn events(&self) -> usize {
+        self.state.lock().events
+    }
+
     async fn serve(&self, request: Request<kube::client::Body>) -> Response<Body> {
         let (head, body) = request.into_parts();
         let path = short(head.uri.path());
         let line = format!("{} {path}", head.method);
+        let query = head.uri.query().unwrap_or_default().to_owned();
         if path.starts_with("events/") {
+            self.state.lock().events += 1;
             return answer(StatusCode::CREATED, &json!({"metadata": {"name": "e"}, "eventTime": null}));
         }
         let bytes = body.collect_bytes().await.unwrap_or_default();
@@ -101,21 +109,21 @@ impl FakeApi {
             hit.and_then(|at| state.faults.remove(at)).map(|(_, fault)| fault)
         };
         match fault {
-            None => self.act(&head.method, &path, body),
+            None => self.act(&head.method, &path, &query, body),
             Some(Fault::Refuse(code)) => failure(code, "InjectedFault"),
             Some(Fault::DoneBut(code)) => {
-                self.act(&head.method, &path, body);
+                self.act(&head.method, &path, &query, body);
                 failure(code, "InjectedFault")
             }
             Some(Fault::DoneAndSilent) => {
-                self.act(&head.method, &path, body);
+                self.act(&head.method, &path, &query, body);
                 std::future::pending().await
             }
             Some(Fault::Silent) => std::future::pending().await,
         }
     }
 
-    fn act(&self, method: &Method, path: &str, body: Value) -> Response<Body> {
+    fn act(&self, method: &Method, path: &str, query: &str, body: Value) -> Response<Body> {
         let mut state = self.state.lock();
         if let Some(pod) = path.strip_suffix("/binding") {
             return state.bind(pod, &body);
@@ -131,6 +139,7 @@ impl FakeApi {
         match method.as_str() {
             "GET" => match state.objects.get(path) {
                 Some(object) => answer(StatusCode::OK, object),
+                None if path == "vgpuallocations" => state.list(path, query),
                 None => failure(404, "NotFound"),
             },
             "POST" => state.create(path, body),
@@ -152,6 +161,16 @@ impl State {
             StatusCode::CREATED,
             &json!({"kind": "Status", "apiVersion": "v1", "status": "Success", "code": 201}),
         )
+    }
+
+    /// All objects of a collection whose `spec.nodeName` is the one that the field selector ends in.
+    fn list(&self, collection: &str, query: &str) -> Response<Body> {
+        let of_it = |(path, _): &(&String, &Value)| path.starts_with(&format!("{collection}/"));
+        let on_node = |object: &&Value| query.ends_with(object["spec"]["nodeName"].as_str().unwrap_or("?"));
+        let items: Vec<&Value> =
+            self.objects.iter().filter(of_it).map(|(_, object)| object).filter(on_node).collect();
+        let version = json!({"resourceVersion": self.version.to_string()});
+        answer(StatusCode::OK, &json!({"metadata": version, "items": items}))
     }
 
     fn create(&mut self, collection: &str, mut body: Value) -> Response<Body> {

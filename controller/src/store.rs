@@ -11,7 +11,6 @@ mod watches;
 use std::collections::BTreeSet;
 
 use mullion_core::facts::PodRef;
-use mullion_core::ledger::Standing;
 use mullion_core::request::{Defaults, PodRequest};
 use mullion_core::units::NodeName;
 use mullion_crds::VGPUAllocation;
@@ -143,9 +142,7 @@ impl Store {
         self.write(|facts| {
             if let Some(object) = facts.allocation_of_pod(pod.uid.as_str()) {
                 let object = object.clone();
-                let usable = object.spec.node_name == node.0
-                    && object.metadata.deletion_timestamp.is_none()
-                    && facts.ledger().standing(&crate::cluster::uid(&object)) == Some(Standing::Holds);
+                let usable = object.spec.node_name == node.0 && facts.usable(&object);
                 let object = Box::new(object);
                 return Ok(if usable { Claim::Existing(object) } else { Claim::Stale(object) });
             }

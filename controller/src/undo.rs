@@ -1,7 +1,6 @@
 //! Undoing an allocation whose pod never got its node: the controller's alone, since no agent has a part in it.
 
 use kube::ResourceExt;
-use mullion_core::facts::AllocationFact;
 use mullion_crds::{VGPUAllocation, names};
 
 use crate::cluster::{Cluster, full_name, uid};
@@ -39,11 +38,21 @@ pub async fn pod_state(cluster: &Cluster, allocation: &VGPUAllocation) -> Result
 /// # Errors
 /// [`Error::AllocationInUse`] when it is not ours to undo; else see [`Cluster::call`].
 pub async fn undo(cluster: &Cluster, store: &Store, allocation: &VGPUAllocation) -> Result<(), Error> {
-    let state = pod_state(cluster, allocation).await?;
-    if state == PodState::Bound(allocation.spec.node_name.clone()) {
-        return Err(in_use(allocation));
-    }
+    not_bound(cluster, allocation).await?;
     remove(cluster, store, allocation).await
+}
+
+/// Its node has not acted on it, or has released it since.
+fn untouched(allocation: &VGPUAllocation) -> Result<(), Error> {
+    let fact = mullion_crds::facts::allocation(allocation);
+    if fact.prepared && !fact.released { Err(in_use(allocation)) } else { Ok(()) }
+}
+
+async fn not_bound(cluster: &Cluster, allocation: &VGPUAllocation) -> Result<(), Error> {
+    match pod_state(cluster, allocation).await? {
+        PodState::Bound(node) if node == allocation.spec.node_name => Err(in_use(allocation)),
+        _ => Ok(()),
+    }
 }
 
 /// Like [`undo`], for a caller that knows about the pod already.
@@ -51,20 +60,20 @@ pub async fn undo(cluster: &Cluster, store: &Store, allocation: &VGPUAllocation)
 /// # Errors
 /// See [`undo`].
 pub async fn remove(cluster: &Cluster, store: &Store, allocation: &VGPUAllocation) -> Result<(), Error> {
+    untouched(allocation)?;
     let mut seen = allocation.clone();
     let mut tries = 0;
     loop {
-        let fact = mullion_crds::facts::allocation(&seen);
-        if fact.prepared && !fact.released {
-            return Err(in_use(&seen));
-        }
-        match strip_and_delete(cluster, &seen).await {
+        match strip_and_delete(cluster, store, &seen).await {
             Ok(()) => break,
             Err(error) if error.status().is_some_and(kube::core::Status::is_conflict) && tries == 0 => {
                 tries += 1;
                 match cluster.allocation(&seen.namespace().unwrap_or_default(), &seen.name_any()).await? {
                     Some(now) if now.uid() == seen.uid() => {
                         store.write(|facts| facts.allocation_seen(now.clone()));
+                        untouched(&now)?;
+                        // Whoever changed it may have bound the pod to it, too.
+                        not_bound(cluster, &now).await?;
                         seen = now;
                     }
                     _ => break,
@@ -78,10 +87,14 @@ pub async fn remove(cluster: &Cluster, store: &Store, allocation: &VGPUAllocatio
     Ok(())
 }
 
-async fn strip_and_delete(cluster: &Cluster, seen: &VGPUAllocation) -> Result<(), Error> {
+async fn strip_and_delete(cluster: &Cluster, store: &Store, seen: &VGPUAllocation) -> Result<(), Error> {
     let stripped = if seen.finalizers().iter().any(|f| f == names::FINALIZER) {
         match cluster.strip_finalizer(seen).await? {
-            Some(stripped) => stripped,
+            Some(stripped) => {
+                // From here on nobody may be bound to it, whatever becomes of the deletion.
+                store.write(|facts| facts.allocation_seen(stripped.clone()));
+                stripped
+            }
             None => return Ok(()),
         }
     } else {
@@ -96,10 +109,4 @@ async fn strip_and_delete(cluster: &Cluster, seen: &VGPUAllocation) -> Result<()
 
 fn in_use(allocation: &VGPUAllocation) -> Error {
     Error::AllocationInUse { allocation: full_name(allocation), node: allocation.spec.node_name.clone() }
-}
-
-/// Whether an allocation was prepared and not released since.
-#[must_use]
-pub const fn acted_on(fact: &AllocationFact) -> bool {
-    fact.prepared && !fact.released
 }

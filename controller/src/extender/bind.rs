@@ -2,6 +2,7 @@
 //! up, never guessed.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use mullion_core::facts::Event;
@@ -9,11 +10,12 @@ use mullion_core::units::{NodeName, PodUid};
 use mullion_crds::VGPUAllocation;
 use mullion_telemetry::pod_span;
 use mullion_telemetry::trace::{AdmissionStamp, record_admission};
+use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::turns::Turns;
 use super::wire::BindingArgs;
-use crate::cluster::{Cluster, full_name};
+use crate::cluster::{CALL_LIMIT, Cluster, full_name};
 use crate::error::Error;
 use crate::store::{Claim, PodRecord, Store};
 use crate::undo;
@@ -21,6 +23,10 @@ use crate::undo;
 /// How often an allocation is tried for: once, and again after a stale one was undone, and once more in case that
 /// another decider created one in between.
 const TRIES: usize = 3;
+
+/// How long after the call's arrival a binding may still be begun. kube-scheduler gives up after 30 s, and so must we:
+/// an allocation whose pod is unbound for longer than that is undone by whichever replica leads.
+const LATEST: Duration = Duration::from_secs(30 - CALL_LIMIT.as_secs());
 
 /// Binds pods. One per process.
 #[derive(Debug)]
@@ -76,9 +82,11 @@ impl Binder {
     }
 
     async fn serialised(&self, args: &BindingArgs) -> Result<(), Error> {
+        let begun = Instant::now();
         self.store.ready()?;
         let _turn = self.turns.of(args.pod_uid.as_str().into()).await;
         let node = NodeName::from(args.node.as_str());
+        in_time(args, begun)?;
         let record = self.pod(args).await?;
         match &record.node {
             Some(bound) if *bound == node => return Ok(()),
@@ -101,6 +109,7 @@ impl Binder {
             // It asks for nothing of ours; we bind because we were asked to.
             None => None,
         };
+        in_time(args, begun)?;
         match self.cluster.bind(&record.pod, &node).await {
             Ok(()) => {}
             Err(error) => self.settle(error, &record, &node, allocation.as_ref()).await?,
@@ -157,22 +166,17 @@ impl Binder {
                         None => stale = full_name(&object),
                     }
                     let uid = record.pod.uid.as_str();
-                    let made = self.store.read(|facts| facts.allocation_of_pod(uid).cloned());
-                    if let Some(made) = made.filter(|made| made.spec.node_name == node.0 && self.stands(made))
-                    {
+                    let made = self.store.read(|facts| {
+                        let made = facts.allocation_of_pod(uid);
+                        made.filter(|made| made.spec.node_name == node.0 && facts.usable(made)).cloned()
+                    });
+                    if let Some(made) = made {
                         return Ok(made);
                     }
                 }
             }
         }
         Err(Error::StaleAllocation { allocation: stale })
-    }
-
-    fn stands(&self, object: &VGPUAllocation) -> bool {
-        let uid = crate::cluster::uid(object);
-        object.metadata.deletion_timestamp.is_none()
-            && self.store.read(|facts| facts.ledger().standing(&uid))
-                == Some(mullion_core::ledger::Standing::Holds)
     }
 
     /// Creates an allocation, or finds the one that bears its name; `None` when there is none after all.
@@ -218,6 +222,14 @@ impl Binder {
         }
         Err(Error::BindUndone { pod: record.full_name(), node: node.clone(), source: Box::new(error) })
     }
+}
+
+fn in_time(args: &BindingArgs, begun: Instant) -> Result<(), Error> {
+    if begun.elapsed() <= LATEST {
+        return Ok(());
+    }
+    let pod = format!("{}/{}", args.pod_namespace, args.pod_name);
+    Err(Error::BindTooLate { pod, node: args.node.as_str().into(), limit: LATEST })
 }
 
 #[cfg(test)]

@@ -185,18 +185,21 @@ async fn release(context: &Context, object: &VGPUAllocation) -> Result<bool, Err
             }
             context.store.write(|facts| facts.allocation_seen(seen.clone()));
         }
+        // On a node that was made anew its pod would wait for ever: nothing there will start it. The finalizer is
+        // what brings us back here until the eviction is taken; the capacity is free already.
+        if loss == Loss::Replaced
+            && undo::pod_state(&context.cluster, object).await? == PodState::Bound(name.to_owned())
+        {
+            let pod = mullion_crds::facts::allocation(object).pod;
+            if !context.cluster.evict(&pod).await? {
+                return Ok(false);
+            }
+        }
         if let Some(stripped) = context.cluster.strip_finalizer(&seen).await? {
             context.store.write(|facts| facts.allocation_seen(stripped));
         }
         context.metrics.action("release", "ok");
         tracing::info!(node = name, reason = loss.reason(), "released allocation of a lost node");
-        // On a node that was made anew its pod would wait for ever: nothing there will start it.
-        if loss == Loss::Replaced
-            && undo::pod_state(&context.cluster, object).await? == PodState::Bound(name.to_owned())
-        {
-            let pod = mullion_crds::facts::allocation(object).pod;
-            context.cluster.evict(&pod).await?;
-        }
         Ok(true)
     };
     tracing::Instrument::instrument(work, span).await

@@ -8,7 +8,7 @@ use mullion_core::facts::{AllocationFact, Event};
 use mullion_core::ledger::{Ledger, Standing};
 use mullion_core::request::{COUNT, Defaults};
 use mullion_core::units::{AllocationUid, NodeName, PodUid};
-use mullion_crds::{GPUNode, VGPUAllocation};
+use mullion_crds::{GPUNode, VGPUAllocation, names};
 
 use super::pods::PodRecord;
 
@@ -26,6 +26,8 @@ pub enum Change<K> {
     Seen(Box<K>),
     /// It is gone: its key, and its last state where that could be read.
     Gone(String, Option<Box<K>>),
+    /// A list is about to be asked for.
+    Listing,
     /// A list is complete; whatever is not among these keys is gone. Keys: see each `Facts::…_listed`.
     Listed(BTreeSet<String>),
 }
@@ -57,6 +59,8 @@ pub struct Facts {
     departed: BTreeMap<PodUid, bool>,
     departed_order: VecDeque<PodUid>,
     gained: BTreeSet<NodeName>,
+    /// While allocations are being listed: those that were first seen since the list was asked for.
+    fresh: Option<BTreeSet<AllocationUid>>,
 }
 
 impl Facts {
@@ -73,6 +77,7 @@ impl Facts {
             departed: BTreeMap::new(),
             departed_order: VecDeque::new(),
             gained: BTreeSet::new(),
+            fresh: None,
         }
     }
 
@@ -104,6 +109,17 @@ impl Facts {
     pub fn allocation_of_pod(&self, pod: &str) -> Option<&VGPUAllocation> {
         let fact = self.ledger.of_pod(&pod.into())?;
         self.allocations.get(&fact.uid)
+    }
+
+    /// Whether a pod can be bound to what `object` gives: it stands, nobody is removing it, and it bears our finalizer.
+    ///
+    /// An undo that stopped half way has taken the finalizer off. Bound like that, the allocation would vanish with
+    /// its pod's object, before the node has proved that nothing of the pod is left.
+    #[must_use]
+    pub fn usable(&self, object: &VGPUAllocation) -> bool {
+        object.metadata.deletion_timestamp.is_none()
+            && object.finalizers().iter().any(|finalizer| finalizer == names::FINALIZER)
+            && self.ledger.standing(&crate::cluster::uid(object)) == Some(Standing::Holds)
     }
 
     /// The Node of that name.
@@ -175,7 +191,11 @@ impl Facts {
         if uid.as_str().is_empty() {
             return;
         }
+        let known = self.ledger.allocation(&uid).is_some();
         self.fold(&Event::AllocationObserved(fact));
+        if let Some(fresh) = self.fresh.as_mut().filter(|_| !known) {
+            fresh.insert(uid.clone());
+        }
         // An answer may be older or newer than what the watch said: the ledger's flags only rise, and of the
         // object the one with the later version is kept where both are numbers.
         let older = |known: &VGPUAllocation| newer(&object, known).is_some_and(|newer| !newer);
@@ -190,10 +210,20 @@ impl Facts {
         self.fold(&Event::AllocationGone(uid.clone()));
     }
 
-    /// All allocations are listed; `uids` are those that exist.
+    /// Allocations are about to be listed.
+    pub fn allocations_listing(&mut self) {
+        self.fresh = Some(BTreeSet::new());
+    }
+
+    /// All allocations are listed; `uids` are those that existed when they were.
+    ///
+    /// One that was first seen since then, in the answer to its creation, may be younger than the list: it stays,
+    /// and the watch that follows the list reports its end. Ending it here would be for good.
     pub fn allocations_listed(&mut self, uids: &BTreeSet<String>) {
+        let fresh = self.fresh.take().unwrap_or_default();
         let known = self.ledger.allocations().map(|fact| fact.uid.clone());
-        let lost: Vec<AllocationUid> = known.filter(|uid| !uids.contains(uid.as_str())).collect();
+        let lost: Vec<AllocationUid> =
+            known.filter(|uid| !uids.contains(uid.as_str()) && !fresh.contains(uid)).collect();
         for uid in lost {
             tracing::info!(%uid, "allocation vanished between two lists");
             self.allocation_gone(&uid);

@@ -34,13 +34,7 @@ pub fn run(
     let strangers =
         Config::default().fields(&format!("spec.schedulerName!={scheduler},status.phase=Pending"));
     let start = Start { client, store, metrics, stop };
-    start.watch::<VGPUAllocation>(tasks, Source::Allocations, Config::default(), uid_of, |facts, change| {
-        match change {
-            Change::Seen(object) => facts.allocation_seen(*object),
-            Change::Gone(uid, _) => facts.allocation_gone(&uid.into()),
-            Change::Listed(uids) => facts.allocations_listed(&uids),
-        }
-    });
+    start.watch::<VGPUAllocation>(tasks, Source::Allocations, Config::default(), uid_of, fold_allocation);
     start.watch::<GPUNode>(
         tasks,
         Source::GpuNodes,
@@ -49,24 +43,37 @@ pub fn run(
         |facts, change| match change {
             Change::Seen(object) => facts.gpu_node_seen(*object),
             Change::Gone(name, _) => facts.gpu_node_gone(&name),
+            Change::Listing => {}
             Change::Listed(names) => facts.gpu_nodes_listed(&names),
         },
     );
     start.watch::<Node>(tasks, Source::Nodes, Config::default(), name_of, |facts, change| match change {
         Change::Seen(object) => facts.node_seen(&object),
         Change::Gone(name, _) => facts.node_gone(&name),
+        Change::Listing => {}
         Change::Listed(names) => facts.nodes_listed(&names),
     });
     start.watch::<Pod>(tasks, Source::Pods, ours, uid_of, |facts, change| match change {
         Change::Seen(object) => facts.pod_seen(&object),
         Change::Gone(uid, last) => facts.pod_gone(uid, last.as_deref()),
+        Change::Listing => {}
         Change::Listed(uids) => facts.pods_listed(&uids),
     });
     start.watch::<Pod>(tasks, Source::Strangers, strangers, uid_of, |facts, change| match change {
         Change::Seen(object) => facts.stranger_seen(&object),
         Change::Gone(uid, _) => facts.stranger_gone(&uid),
+        Change::Listing => {}
         Change::Listed(uids) => facts.strangers_listed(&uids),
     });
+}
+
+fn fold_allocation(facts: &mut super::Facts, change: Change<VGPUAllocation>) {
+    match change {
+        Change::Seen(object) => facts.allocation_seen(*object),
+        Change::Gone(uid, _) => facts.allocation_gone(&uid.into()),
+        Change::Listing => facts.allocations_listing(),
+        Change::Listed(uids) => facts.allocations_listed(&uids),
+    }
 }
 
 /// Pauses between tries to resume a watch: doubled up to a few seconds, so that an API server that comes back after
@@ -154,8 +161,9 @@ impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
     fn change(&mut self, event: Result<Event<DeserializeGuard<K>>, watcher::Error>) -> Option<Change<K>> {
         match event {
             Ok(Event::Init) => {
+                // This comes before the list is asked for.
                 self.listing.clear();
-                None
+                Some(Change::Listing)
             }
             Ok(Event::InitApply(object)) => {
                 // One that cannot be read exists all the same: what was known of it stays.
@@ -196,6 +204,54 @@ impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+
+    fn allocation(uid: &str) -> VGPUAllocation {
+        let object = json!({
+            "metadata": {"name": uid, "namespace": "ns", "uid": uid, "resourceVersion": "7"},
+            "spec": {"pod": {"name": uid, "uid": uid}, "nodeName": "n", "sequence": 1,
+                "summary": {"gpu": "-", "kind": "vgpu", "memoryMiB": 0, "corePercent": 0}, "containers": []},
+        });
+        serde_json::from_value(object).unwrap()
+    }
+
+    // FS-09: what a list does not name is gone, unless it may be younger than the list.
+    #[test]
+    fn an_answer_during_a_list_outlives_the_list() {
+        let store = Store::new(mullion_core::request::Defaults::default());
+        let mut feed: Feed<VGPUAllocation> = Feed {
+            source: Source::Allocations,
+            key: uid_of,
+            listing: BTreeSet::new(),
+            metrics: Metrics::new(),
+        };
+        let mut event = |event| {
+            let change = feed.change(Ok(event));
+            store.write(|facts| change.into_iter().for_each(|change| fold_allocation(facts, change)));
+        };
+        let answer = |uid: &str| store.write(|facts| facts.allocation_seen(allocation(uid)));
+        let known = || -> Vec<String> {
+            store.read(|facts| facts.allocations().map(|(fact, _)| fact.uid.0.clone()).collect())
+        };
+        let listed = |uid: &str| Event::InitApply(DeserializeGuard(Ok(allocation(uid))));
+        answer("before");
+        answer("kept");
+        event(Event::Init);
+        event(listed("kept"));
+        // Bound here while the list is under way, so that the list does not name it; and one that ended meanwhile
+        // shows in an answer once more.
+        answer("during");
+        answer("before");
+        event(Event::InitDone);
+        assert_eq!(known(), ["during", "kept"]);
+        event(Event::Delete(DeserializeGuard(Ok(allocation("during")))));
+        assert_eq!(known(), ["kept"], "the watch that follows reports its end");
+        event(Event::Init);
+        answer("between");
+        event(Event::Init);
+        event(Event::InitDone);
+        assert!(known().is_empty(), "a list that failed half way leaves nothing exempt");
+    }
 
     #[test]
     fn pauses_grow_and_start_anew() {

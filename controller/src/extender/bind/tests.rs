@@ -203,6 +203,8 @@ async fn outcomes() {
         world.bind("p", "uid-p", "n1").await.unwrap_or_else(|error| panic!("{case}: {error}"));
         assert_eq!(world.api.get("pods/ns/p").unwrap()["spec"]["nodeName"], "n1", "{case}");
         assert_eq!(world.used("n1"), 600, "{case}");
+        let left = world.api.get("vgpuallocations/ns/p-uid-p").unwrap();
+        assert_eq!(left["metadata"]["finalizers"], json!(["mullion.io/release"]), "{case}: proof is needed");
     }
 }
 
@@ -362,4 +364,47 @@ async fn a_decider_that_was_first_wins() {
     assert_eq!(code(&result), "MemoryShort", "{result:?}");
     assert!(loser.api.get("vgpuallocations/ns/p-uid-p").is_none(), "ours is undone before anything is bound");
     assert_eq!(loser.api.get("pods/ns/p").unwrap()["spec"]["nodeName"], Value::Null);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_bind_that_kube_scheduler_has_given_up_writes_nothing() {
+    let world = world();
+    let turn = world.binder.turns.of("uid-p".into()).await;
+    let late = async {
+        tokio::time::sleep(LATEST + Duration::from_secs(1)).await;
+        drop(turn);
+    };
+    let (result, ()) = tokio::join!(world.bind("p", "uid-p", "n1"), late);
+    assert_eq!(code(&result), "BindTooLate");
+    assert!(world.api.calls().is_empty());
+    world.bind("p", "uid-p", "n1").await.unwrap();
+}
+
+/// Between the look at the allocation and the look at the pod another replica binds it: it is left alone.
+#[tokio::test]
+async fn what_another_replica_binds_meanwhile_is_not_undone() {
+    let world = world();
+    after_a_crash(&world).await;
+    let seen: VGPUAllocation =
+        serde_json::from_value(world.api.get("vgpuallocations/ns/p-uid-p").unwrap()).unwrap();
+    let mut made = world.api.get("vgpuallocations/ns/p-uid-p").unwrap();
+    made["metadata"]["labels"] = json!({"touched": "yes"});
+    world.api.put("vgpuallocations/ns/p-uid-p", made);
+    let mut pod = world.api.get("pods/ns/p").unwrap();
+    pod["spec"]["nodeName"] = json!("n1");
+    world.api.put("pods/ns/p", pod);
+    let result = undo::remove(&world.binder.cluster, &world.store, &seen).await;
+    assert_eq!(code(&result), "AllocationInUse");
+    assert_eq!(world.api.calls(), [PATCH_A, GET_A, GET_P]);
+    let left = world.api.get("vgpuallocations/ns/p-uid-p").unwrap();
+    assert_eq!(left["metadata"]["finalizers"], json!(["mullion.io/release"]));
+}
+
+// A message names the wish once, and its cause once.
+#[test]
+fn a_request_that_cannot_be_taken_is_said_once() {
+    let source = mullion_core::request::RequestError::MemoryTwice { container: "main".to_owned() };
+    let error = Error::Request { pod: "ns/p".to_owned(), source: Box::new(source) };
+    let said = mullion_telemetry::source_chain(&error).to_string();
+    assert_eq!(said.matches("container main").count(), 1, "{said}");
 }

@@ -235,7 +235,7 @@ async fn a_lost_node_is_released_by_us_and_only_a_lost_one() {
             Some(kube_node(NEW, None)),
             Some(pod(Some("n"))),
             true,
-            judged(&["GET nodes/n", &status, &strip, "GET pods/ns/p", "POST pods/ns/p/eviction"]),
+            judged(&["GET nodes/n", &status, "GET pods/ns/p", "POST pods/ns/p/eviction", &strip]),
         ),
         (
             "out of service",
@@ -264,5 +264,33 @@ async fn a_lost_node_is_released_by_us_and_only_a_lost_one() {
         assert!(fact.prepared, "{case}: what the agent wrote stays");
         let known = context.store.read(|facts| facts.ledger().allocation(&"a1".into()).unwrap().released);
         assert_eq!(known, done, "{case}: the ledger knows at once");
+    }
+}
+
+/// An eviction that a disruption budget forbids, or that failed, is tried again.
+#[tokio::test]
+async fn a_pod_on_a_node_made_anew_is_evicted_in_the_end() {
+    for (case, code, want) in
+        [("a budget forbids it", 429, Ok(false)), ("it fails", 500, Err("ApiOutcomeUnknown"))]
+    {
+        let api = FakeApi::default();
+        let context = context(&api);
+        api.put(NAME, allocation(&["Prepared"], true));
+        api.put("nodes/n", kube_node(NEW, None));
+        api.put("pods/ns/p", pod(Some("n")));
+        context.store.write(|facts| {
+            facts.node_seen(&from::<Node>(kube_node(NEW, None)));
+            facts.allocation_seen(from(api.get(NAME).unwrap()));
+        });
+        api.fail("POST pods/ns/p/eviction", Fault::Refuse(code));
+        let result = release(&context, &from(api.get(NAME).unwrap())).await;
+        assert_eq!(result.as_ref().map_err(Error::code).copied(), want, "{case}");
+        let again = context.store.read(|facts| {
+            let (fact, object) = facts.allocations().next().unwrap();
+            assert!(fact.released, "{case}: the capacity is free all the same");
+            suspect(facts, fact, object).map(|_| object.clone())
+        });
+        assert!(release(&context, &again.unwrap()).await.unwrap(), "{case}");
+        assert!(api.get("pods/ns/p").is_none(), "{case}");
     }
 }

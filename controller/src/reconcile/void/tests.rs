@@ -5,7 +5,12 @@ use mullion_core::request::Defaults;
 use serde_json::json;
 
 use super::*;
+use std::sync::Arc;
+
+use crate::config::Config;
+use crate::fake_api::FakeApi;
 use crate::fixtures::{card, kube_node, node};
+use crate::metrics::Metrics;
 use crate::store::Store;
 
 fn allocation(name: &str, sequence: u64, memory: u64, phase: &str, uuid: &str) -> serde_json::Value {
@@ -89,4 +94,85 @@ fn who_cannot_stay() {
             assert!(found.unwrap().text.contains("HookMissing: no libvgpu.so"), "{case}");
         }
     }
+}
+
+fn context(api: &FakeApi) -> Context {
+    Context {
+        cluster: api.cluster(),
+        store: Arc::new(Store::new(Defaults::default())),
+        turns: Arc::default(),
+        metrics: Metrics::new(),
+        config: Arc::new(Config::default()),
+    }
+}
+
+fn gpu_node(memory: u64) -> serde_json::Value {
+    json!({"metadata": {"name": "n"}, "spec": {}, "status": {"nodeUID": "u", "observation": 1, "cards": [
+        {"uuid": "GPU-1", "index": 0, "minor": 0, "model": "m", "vendor": "nvidia", "architecture": "hopper",
+            "memoryMiB": memory, "pciAddress": "0000:01:00.0", "health": {"state": "Healthy"}}]}})
+}
+
+/// What our watches show is a reason to look, the API server's word a reason to evict.
+#[tokio::test]
+async fn nobody_is_evicted_on_hearsay() {
+    let first = allocation("first", 1, 600, "Bound", "GPU-1");
+    let mut over = first.clone();
+    over["status"]["conditions"] = json!([{"type": "Released", "status": "True", "reason": "r", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z"}]);
+    let mut elsewhere = first.clone();
+    elsewhere["spec"]["nodeName"] = json!("m");
+    for (case, others, there, memory, evicted) in [
+        ("it lost", vec![first.clone()], pod("p", Some("n"), "Pending", false), 1000, true),
+        (
+            "the other one was released meanwhile",
+            vec![over],
+            pod("p", Some("n"), "Pending", false),
+            1000,
+            false,
+        ),
+        ("the other one is gone", vec![], pod("p", Some("n"), "Pending", false), 1000, false),
+        ("the other one is elsewhere", vec![elsewhere], pod("p", Some("n"), "Pending", false), 1000, false),
+        ("the card has grown", vec![first.clone()], pod("p", Some("n"), "Pending", false), 2000, false),
+        ("it goes already", vec![first.clone()], pod("p", Some("n"), "Pending", true), 1000, false),
+        ("it has ended", vec![first.clone()], pod("p", Some("n"), "Succeeded", false), 1000, false),
+        ("another pod of that name", vec![first.clone()], pod("q", Some("n"), "Pending", false), 1000, false),
+    ] {
+        let api = FakeApi::default();
+        let context = context(&api);
+        for object in others.into_iter().chain([allocation("p", 2, 600, "Bound", "GPU-1")]) {
+            let path = format!("vgpuallocations/ns/{}", object["metadata"]["name"].as_str().unwrap());
+            api.put(&path, object);
+        }
+        api.put("pods/ns/p", there);
+        api.put("gpunodes/n", gpu_node(memory));
+        // By our watches it lost.
+        context.store.write(|facts| {
+            facts.fold(&Event::NodeObserved(node("n", vec![card("GPU-1", 1000)])));
+            for object in [first.clone(), allocation("p", 2, 600, "Bound", "GPU-1")] {
+                facts.allocation_seen(serde_json::from_value(object).unwrap());
+            }
+            facts.pod_seen(&serde_json::from_value(pod("p", Some("n"), "Pending", false)).unwrap());
+        });
+        pass(&context, &mut Known::default()).await;
+        let calls = api.calls();
+        let asked = calls.iter().any(|call| call == "POST pods/ns/p/eviction");
+        assert_eq!(asked, evicted, "{case}: {calls:?}");
+    }
+}
+
+/// No idle writes: a pod that only its user can help is told once.
+#[tokio::test]
+async fn a_bare_pod_without_an_allocation_is_told_once_and_left() {
+    let api = FakeApi::default();
+    let context = context(&api);
+    let bare = pod("p", Some("n"), "Pending", false);
+    api.put("pods/ns/p", bare.clone());
+    let record = PodRecord::read(&serde_json::from_value(bare).unwrap(), &Defaults::default()).unwrap();
+    let why = Why { code: MISSING_CODE, text: "t".to_owned(), grace: MISSING };
+    let mut known = Known::default();
+    for _ in 0..3 {
+        assert!(!send_away(&context, &mut known, &record, &why).await.unwrap());
+    }
+    assert_eq!(api.events(), 1);
+    assert!(api.get("pods/ns/p").is_some());
 }
