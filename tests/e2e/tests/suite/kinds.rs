@@ -134,3 +134,27 @@ async fn the_columns_are_there() -> Result<()> {
     ensure!(selected.lines().count() == 1, "{selected}");
     scope.remove().await
 }
+
+/// What `kubectl apply -k charts/mullion` would apply is what the single files say: nothing that looks like a name
+/// was rewritten but the reference to the generated `ConfigMap`, and the API server takes all of it.
+#[tokio::test]
+async fn the_overlay_says_what_the_files_say() -> Result<()> {
+    let scope = Scope::new("overlay").await?;
+    let charts = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/mullion");
+    let text = scope.lab.kubectl(&["kustomize", "--load-restrictor=LoadRestrictionsNone", charts])?;
+    let lease = "  resourceNames:\n  - mullion-controller\n  - mullion-scheduler\n";
+    ensure!(text.contains(lease), "the Role's leases were renamed:\n{text}");
+    let generated = text
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("name: mullion-scheduler-config-"))
+        .collect::<std::collections::BTreeSet<_>>();
+    ensure!(generated.len() == 1, "the ConfigMap and its reference differ: {generated:?}");
+    let file = std::env::temp_dir().join("mullion-overlay.yaml");
+    // The lab has registered the webhook by URL, which excludes the Service of the manifest.
+    let documents: Vec<&str> =
+        text.split("\n---\n").filter(|d| !d.contains("kind: MutatingWebhookConfiguration")).collect();
+    std::fs::write(&file, documents.join("\n---\n"))?;
+    let dry = ["apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f"];
+    scope.lab.kubectl(&[&dry[..], &[&file.to_string_lossy()]].concat())?;
+    scope.remove().await
+}
