@@ -31,4 +31,4 @@ bench: ## The figures of docs/benchmarks.md
 	@tests/bench/run
 
 clean-lab: ## End a lab that was left up
-	@tests/lab/lab down
+	@. tests/env && tests/lab/lab down
