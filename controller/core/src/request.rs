@@ -33,6 +33,9 @@ const MIG_PREFIX: &str = "nvidia.com/mig-";
 pub const MAX_COUNT: u32 = 64;
 /// Largest memory that a container may ask for, per card: what HAMi's annotations and its 32-bit readers hold.
 pub const MAX_MEMORY: Mib = Mib(i32::MAX as u64);
+/// Containers of a pod that may ask for GPUs: what an allocation holds. It also bounds what a pod that was made to be
+/// hard costs: phases times containers times cards are looked at for every node.
+pub const MAX_CONTAINERS: usize = 64;
 /// The variable by which a container switches HAMi's limits off.
 const DISABLE_CONTROL: &str = "CUDA_DISABLE_CONTROL";
 
@@ -156,7 +159,7 @@ impl Default for Defaults {
 /// refusals are kept.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PodRequest {
-    /// The containers that ask for GPUs, in spec order; never empty.
+    /// The containers that ask for GPUs, in spec order; never empty, at most [`MAX_CONTAINERS`].
     pub containers: Vec<ContainerWish>,
     /// Among nodes.
     pub node_policy: Policy,
@@ -303,6 +306,14 @@ pub enum RequestError {
         /// Annotation.
         key: String,
     },
+    /// More containers with GPUs than an allocation holds.
+    #[error(
+        "the pod has {count} containers that ask for GPUs, of at most {MAX_CONTAINERS}: split it into several pods"
+    )]
+    TooManyContainers {
+        /// How many.
+        count: usize,
+    },
     /// Two containers of one name: what was given could not be told apart.
     #[error("container name {container} appears twice: give each container a name of its own")]
     DuplicateContainer {
@@ -329,6 +340,7 @@ impl RequestError {
             Self::UnknownPolicy { .. } => "UnknownPolicy",
             Self::ResourceAsAnnotation { .. } => "ResourceAsAnnotation",
             Self::OwnedAnnotation { .. } => "OwnedAnnotation",
+            Self::TooManyContainers { .. } => "TooManyContainers",
             Self::DuplicateContainer { .. } => "DuplicateContainer",
         }
     }
@@ -494,6 +506,9 @@ pub fn parse_pod(pod: &PodView, defaults: &Defaults) -> Result<Option<PodRequest
     }
     if containers.is_empty() {
         return Ok(None);
+    }
+    if containers.len() > MAX_CONTAINERS {
+        return Err(RequestError::TooManyContainers { count: containers.len() });
     }
     for container in &pod.containers {
         if !names.insert(container.name.as_str()) {

@@ -318,3 +318,20 @@ fn a_node_is_scored_with_the_pod_on_it() {
     assert_eq!(node_score(Policy::Spread, &ledger.card_usage(&node())).value, 82);
     assert_eq!(node_score(Policy::Binpack, &[]), NodeScore::default());
 }
+
+/// A pod that was made to be hard ends the search, in a test thread's stack and time.
+#[test]
+fn the_hardest_pod_costs_little() {
+    let cards = (0..64u32).map(|i| CardFact { slots: 128, ..card(&format!("GPU-{i}"), 1000 + u64::from(i)) });
+    let ledger = ledger(A, cards.collect());
+    let kinds = [ContainerKind::Sidecar, ContainerKind::Init];
+    let containers = (0..64u32).map(|i| {
+        let kind = kinds[usize::from(i % 2 == 1)];
+        wish(&format!("c{i}"), kind, 60, mib(31 + u64::from(i % 7)), 0)
+    });
+    let hard = pod(containers.collect());
+    for request in [hard.clone(), PodRequest { card_policy: Policy::Binpack, ..hard }] {
+        // Fits or not: both verdicts agree, and come.
+        verdict(&ledger, &request);
+    }
+}

@@ -325,3 +325,21 @@ fn a_long_text_is_cut_in_messages() {
     let text = parse(&[(MEMORY, &value)]).unwrap_err().to_string();
     assert!(text.len() < 300, "{}", text.len());
 }
+
+#[test]
+fn a_pod_has_as_many_containers_with_gpus_as_an_allocation_holds() {
+    let named = |number: usize| ContainerView { name: format!("c{number}"), ..container(&[(COUNT, "1")]) };
+    for (case, gpus, others, want) in [
+        ("as many as there may be", MAX_CONTAINERS, 0, Ok(MAX_CONTAINERS)),
+        ("others do not count", 1, 1000, Ok(1)),
+        ("one too many", MAX_CONTAINERS + 1, 0, Err("TooManyContainers")),
+        ("a pod made to be hard", 10_000, 0, Err("TooManyContainers")),
+    ] {
+        let other = |number: usize| ContainerView { name: format!("o{number}"), ..container(&[]) };
+        let containers = (0..gpus).map(named).chain((0..others).map(other)).collect();
+        let pod = PodView { containers, ..PodView::default() };
+        let got = parse_pod(&pod, &Defaults::default());
+        let got = got.map(|r| r.unwrap().containers.len()).map_err(|e| e.code());
+        assert_eq!(got, want, "{case}");
+    }
+}
