@@ -74,12 +74,25 @@ pub fn node(object: &GPUNode) -> Option<NodeFact> {
 #[must_use]
 pub fn kube_node(object: &Node, count: &str) -> KubeNodeFact {
     let allocatable = object.status.as_ref().and_then(|s| s.allocatable.as_ref());
-    let slots = allocatable.and_then(|a| a.get(count)).and_then(|q| q.0.parse().ok());
+    let slots = allocatable.and_then(|a| a.get(count)).and_then(|q| whole(&q.0));
     KubeNodeFact {
         name: object.name_any().into(),
         uid: object.uid().unwrap_or_default().into(),
         allocatable_slots: slots.unwrap_or(0),
     }
+}
+
+/// A whole quantity as the API server writes it: it makes `1k` of 1000.
+fn whole(quantity: &str) -> Option<u64> {
+    let end = quantity.find(|c: char| !c.is_ascii_digit()).unwrap_or(quantity.len());
+    let (digits, suffix) = quantity.split_at(end);
+    let scale = match suffix {
+        "" => 1,
+        "k" => 1000,
+        "M" => 1_000_000,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(scale)
 }
 
 impl From<Kind> for ContainerKind {
@@ -144,5 +157,32 @@ pub fn allocation(object: &VGPUAllocation) -> AllocationFact {
         prepared: is("Prepared"),
         init_done: is("InitDone"),
         released: is("Released"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn slots_are_read_as_the_api_server_writes_them() {
+        for (case, written, want) in [
+            ("none", None, 0),
+            ("nothing", Some("0"), 0),
+            ("some", Some("40"), 40),
+            ("1000 in Kubernetes' short form", Some("1k"), 1000),
+            ("1280 has none", Some("1280"), 1280),
+            ("16 cards at 125", Some("2k"), 2000),
+            ("a million", Some("1M"), 1_000_000),
+            ("no count", Some("1500m"), 0),
+            ("hostile", Some("99999999999999999999k"), 0),
+            ("empty", Some(""), 0),
+        ] {
+            let allocatable = written.map_or_else(|| json!({}), |q| json!({"nvidia.com/gpu": q}));
+            let node = json!({"metadata": {"name": "n", "uid": "u"}, "status": {"allocatable": allocatable}});
+            let node: Node = serde_json::from_value(node).unwrap();
+            assert_eq!(kube_node(&node, "nvidia.com/gpu").allocatable_slots, want, "{case}");
+        }
     }
 }

@@ -14,5 +14,9 @@ pub const CONTROLLER_MANAGER: &str = "mullion-controller";
 pub const AGENT_MANAGER: &str = "mullion-nodeagent";
 /// Annotation that the controller changes to wake a waiting pod; nobody reads its value.
 pub const POKE_ANNOTATION: &str = "mullion.io/poke";
+/// Labels of a namespace that take its pods out of the webhook: ours and HAMi's, with the value [`OPT_OUT`].
+pub const OPT_OUT_LABELS: [&str; 2] = ["mullion.io/webhook", "hami.io/webhook"];
+/// Value of [`OPT_OUT_LABELS`].
+pub const OPT_OUT: &str = "ignore";
 /// Kind of the CDI devices that containers are granted.
 pub const GRANT_KIND: &str = "mullion.io/grant";

@@ -79,6 +79,18 @@ fn the_webhook_sees_pods_at_creation_only_and_fails_closed() {
     assert_eq!(webhook["rules"][0]["operations"], serde_json::json!(["CREATE"]));
     assert_eq!(webhook["rules"][0]["resources"], serde_json::json!(["pods"]));
     assert!(webhook.get("objectSelector").is_none(), "no pod can take itself out by a label");
+    let ways_out = webhook["namespaceSelector"]["matchExpressions"].as_array().unwrap();
+    let mut labels: Vec<&str> = ways_out.iter().map(|way| way["key"].as_str().unwrap()).collect();
+    labels.sort_unstable();
+    let mut known = names::OPT_OUT_LABELS;
+    known.sort_unstable();
+    assert_eq!(labels, known, "the controller leaves alone what the webhook never sees");
+    for way in ways_out {
+        assert_eq!(
+            (&way["operator"], &way["values"]),
+            (&"NotIn".into(), &serde_json::json!([names::OPT_OUT]))
+        );
+    }
     let condition = webhook["matchConditions"][0]["expression"].as_str().unwrap();
     for optional in [
         "c.resources",
