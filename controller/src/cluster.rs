@@ -5,7 +5,7 @@ use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Binding, Node, ObjectReference, Pod};
+use k8s_openapi::api::core::v1::{Binding, Namespace, Node, ObjectReference, Pod};
 use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::Status;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
@@ -102,6 +102,19 @@ impl Cluster {
     pub async fn node(&self, name: &str) -> Result<Option<Node>, Error> {
         let api: Api<Node> = Api::all(self.client.clone());
         self.call("GET", || format!("node {name}"), api.get_opt(name)).await
+    }
+
+    /// Whether the labels of a namespace take its pods out of the webhook; one that is gone has no pods.
+    ///
+    /// # Errors
+    /// See [`Self::call`].
+    pub async fn opted_out(&self, namespace: &str) -> Result<bool, Error> {
+        let api: Api<Namespace> = Api::all(self.client.clone());
+        let found = self.call("GET", || format!("namespace {namespace}"), api.get_opt(namespace)).await?;
+        let opts_out = |(key, value): (&String, &String)| {
+            names::OPT_OUT_LABELS.contains(&key.as_str()) && value == names::OPT_OUT
+        };
+        Ok(found.is_none_or(|namespace| namespace.labels().iter().any(opts_out)))
     }
 
     /// Reads a `GPUNode`.

@@ -158,8 +158,12 @@ impl Facts {
     /// Folds one fact, and notes the node if it may have gained.
     pub fn fold(&mut self, event: &Event) -> bool {
         let node = self.may_gain(event);
+        let before = self.ledger.generation();
         let changed = self.ledger.apply(event);
-        if changed && let Some(node) = node {
+        // A report that no fit can tell from the one before (its number has grown) is no gain.
+        if self.ledger.generation() != before
+            && let Some(node) = node
+        {
             self.gained.insert(node);
         }
         changed
@@ -322,7 +326,8 @@ impl Facts {
     pub fn stranger_seen(&mut self, object: &Pod) {
         let mentions = mullion_core::request::mentions_us(&mullion_crds::pod::view(object));
         let Some(record) = PodRecord::read(object, &self.defaults) else { return };
-        if mentions {
+        // One that asks for none of them (`nvidia.com/gpu: 0`) misses nothing.
+        if mentions && !matches!(record.request, Ok(None)) {
             self.strangers.insert(record.pod.uid.clone(), record);
         }
     }

@@ -161,7 +161,30 @@ fn gains_are_noted_and_losses_are_not() {
     assert_eq!(store.take_gained().len(), 1);
     store.write(|facts| facts.fold(&Event::KubeNodeObserved(kube_node("n", 10))));
     assert!(store.take_gained().is_empty(), "nothing new");
+    let again = mullion_core::facts::NodeFact { observation: 2, ..node("n", vec![card("GPU-1", 1000)]) };
+    store.write(|facts| facts.fold(&Event::NodeObserved(again)));
+    assert!(store.take_gained().is_empty(), "the agent wrote something else");
     let Ok(Claim::Held(_)) = store.claim(&pod("h"), &request(1), &"n".into(), 0) else { panic!("held") };
     store.write(|facts| facts.fold(&Event::HoldEnded("h".into())));
     assert_eq!(store.take_gained().len(), 1, "a bind that failed gives back");
+}
+
+// WH-04: who is reported, and who misses nothing.
+#[test]
+fn strangers_are_pods_that_ask_for_something() {
+    for (case, limits, want) in [
+        ("asks", json!({"nvidia.com/gpu": "1"}), 1),
+        ("asks for what is not served", json!({"nvidia.com/gpu-mem": "1"}), 1),
+        ("asks for none", json!({"nvidia.com/gpu": "0"}), 0),
+        ("asks for something else", json!({"cpu": "1"}), 0),
+    ] {
+        let store = store();
+        let pod: Pod =
+            serde_json::from_value(json!({"metadata": {"name": "p", "namespace": "ns", "uid": "u"},
+            "spec": {"schedulerName": "default-scheduler", "containers": [
+                {"name": "main", "resources": {"limits": limits}}]}}))
+            .unwrap();
+        store.write(|facts| facts.stranger_seen(&pod));
+        assert_eq!(store.read(|facts| facts.strangers().count()), want, "{case}");
+    }
 }
