@@ -85,15 +85,33 @@ pub async fn run(args: &Args) -> Result<(), Error> {
     let context = Context { cluster, store, turns, metrics, config };
     tasks.spawn(lead(elector, context, stop.clone()));
 
-    // Whatever ends first ends the process: by a signal all of it, by an error the rest.
-    let mut outcome = Ok(());
-    while let Some(ended) = tasks.join_next().await {
-        stop.cancel();
-        let ended = ended.unwrap_or(Err(Error::TaskBroke { what: "a server" }));
-        outcome = outcome.and(ended);
-    }
+    let outcome = supervise(&mut tasks, &mut watches, &stop).await;
     watches.shutdown().await;
     outcome
+}
+
+/// Waits for everything to end. Whatever ends first ends the process: by a signal all of it, by an error the rest.
+///
+/// `watches` run until `stop`: without one of them, decisions would be made for ever from what was known once.
+async fn supervise(
+    tasks: &mut JoinSet<Result<(), Error>>,
+    watches: &mut JoinSet<()>,
+    stop: &CancellationToken,
+) -> Result<(), Error> {
+    let mut outcome = Ok(());
+    loop {
+        let ended = tokio::select! {
+            ended = tasks.join_next() => match ended {
+                Some(ended) => ended.unwrap_or(Err(Error::TaskBroke { what: "a server" })),
+                None => return outcome,
+            },
+            Some(_) = watches.join_next(), if !stop.is_cancelled() => {
+                Err(Error::TaskBroke { what: "a watch" })
+            }
+        };
+        stop.cancel();
+        outcome = outcome.and(ended);
+    }
 }
 
 async fn signals(stop: CancellationToken) -> Result<(), Error> {
@@ -228,6 +246,9 @@ async fn lead(elector: Elector, context: Context, stop: CancellationToken) -> Re
             }
             term.cancel();
             context.metrics.leader.set(0);
+            if stop.is_cancelled() {
+                return;
+            }
         }
     };
     tokio::join!(elect, work);
@@ -251,6 +272,43 @@ async fn ready(context: &Context, stop: &CancellationToken) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn what_ends_first_ends_the_rest() {
+        type Ending = fn() -> Result<(), Error>;
+        let cases: [(&str, Ending, bool, Result<(), &str>); 4] = [
+            ("a signal", || Ok(()), false, Ok(())),
+            (
+                "a server that broke",
+                || Err(Error::TaskBroke { what: "x" }),
+                false,
+                Err("the task for x broke: see the log, the caller tries again"),
+            ),
+            ("a task that panicked", || panic!("on purpose"), false, Err("a server")),
+            ("a watch that ended", || Ok(()), true, Err("a watch")),
+        ];
+        for (case, ending, watch_ends, want) in cases {
+            let stop = CancellationToken::new();
+            let (mut tasks, mut watches) = (JoinSet::new(), JoinSet::new());
+            let (until, watched) = (stop.clone(), stop.clone());
+            tasks.spawn(async move {
+                until.cancelled().await;
+                Ok(())
+            });
+            if watch_ends {
+                watches.spawn(async {});
+            } else {
+                tasks.spawn(async move { ending() });
+            }
+            watches.spawn(async move { watched.cancelled().await });
+            let outcome = supervise(&mut tasks, &mut watches, &stop).await;
+            assert!(stop.is_cancelled(), "{case}");
+            match want {
+                Ok(()) => assert!(outcome.is_ok(), "{case}: {outcome:?}"),
+                Err(part) => assert!(outcome.unwrap_err().to_string().contains(part), "{case}"),
+            }
+        }
+    }
 
     // DP-07: an API server that is too old is refused by name.
     #[test]

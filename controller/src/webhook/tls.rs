@@ -88,10 +88,14 @@ pub async fn serve(
     let server = axum_server::from_tcp_rustls(listener, RustlsConfig::from_config(Arc::new(config)))
         .map_err(listen)?
         .handle(handle.clone());
-    let drain = async move {
-        stop.cancelled().await;
-        handle.graceful_shutdown(Some(DRAIN));
+    let mut serving = std::pin::pin!(server.serve(routes.into_make_service()));
+    // A server that ends by itself is an error at once, not when everything stops.
+    let ended = tokio::select! {
+        ended = &mut serving => ended,
+        () = stop.cancelled() => {
+            handle.graceful_shutdown(Some(DRAIN));
+            serving.await
+        }
     };
-    let (ended, ()) = tokio::join!(server.serve(routes.into_make_service()), drain);
     ended.map_err(|source| Error::Served { what, address: address.to_string(), source })
 }
