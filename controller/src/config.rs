@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
-use mullion_core::request::{Defaults, Policy};
+use mullion_core::request::{Defaults, MAX_MEMORY, Policy};
 use mullion_core::units::Mib;
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +15,10 @@ use crate::error::Error;
 
 /// `apiVersion` of every configuration file.
 pub const API_VERSION: &str = "config.mullion.io/v1alpha1";
+/// Longest duration of the Lease, in seconds: so long a dead leader would be waited for.
+const LONGEST_LEASE: u32 = 3600;
+/// Longest life of a certificate, in seconds: ten years. Dates end somewhere.
+const LONGEST_CERTIFICATE: u64 = 10 * 365 * 24 * 3600;
 /// `kind` of the controller's.
 pub const KIND: &str = "ControllerConfig";
 
@@ -260,25 +264,20 @@ impl Config {
     fn check(&self) -> Result<(), Error> {
         let refuse = |field, value: String, fix| Err(Error::ConfigValue { field, value, fix });
         let lease = &self.lease;
-        if lease.renew_seconds == 0 || lease.duration_seconds < 3 * lease.renew_seconds {
-            let value = lease.duration_seconds.to_string();
-            return refuse("lease.durationSeconds", value, "give at least three times lease.renewSeconds");
+        let lasts = lease.duration_seconds;
+        if lease.renew_seconds == 0 || lasts / 3 < lease.renew_seconds || lasts > LONGEST_LEASE {
+            let fix = "give at least three times lease.renewSeconds, and at most 3600";
+            return refuse("lease.durationSeconds", lasts.to_string(), fix);
         }
         let webhook = &self.webhook;
-        if webhook.certificate_seconds < 30 || webhook.trust_seconds > webhook.certificate_seconds / 6 {
-            let value = webhook.certificate_seconds.to_string();
-            return refuse(
-                "webhook.certificateSeconds",
-                value,
-                "give 30 or more, and six times webhook.trustSeconds",
-            );
+        let lives = webhook.certificate_seconds;
+        if !(30..=LONGEST_CERTIFICATE).contains(&lives) || webhook.trust_seconds > lives / 6 {
+            let fix = "give 30 to 315360000 (ten years), and at least six times webhook.trustSeconds";
+            return refuse("webhook.certificateSeconds", lives.to_string(), fix);
         }
-        if self.defaults.memory_mib == Some(0) {
-            return refuse(
-                "defaults.memoryMiB",
-                "0".to_owned(),
-                "leave it out for the whole card, or give MiB",
-            );
+        if let Some(memory) = self.defaults.memory_mib.filter(|m| !(1..=MAX_MEMORY.0).contains(m)) {
+            let fix = "leave it out for the whole card, or give MiB up to 2147483647";
+            return refuse("defaults.memoryMiB", memory.to_string(), fix);
         }
         if self.namespace.is_empty() {
             return refuse("namespace", String::new(), "name the namespace of the installation");
@@ -360,8 +359,21 @@ mod tests {
             config.webhook_names(),
             ["mullion-webhook.gpu.svc", "mullion-webhook.gpu.svc.cluster.local", "localhost", "10.0.0.1"]
         );
-        let bad = Config { lease: Lease { renew_seconds: 9, ..Lease::default() }, ..Config::default() };
-        assert_eq!(bad.check().unwrap_err().code(), "ConfigValueInvalid");
+        for (case, body) in [
+            ("renewed too seldom", "lease: {renewSeconds: 9}"),
+            ("never renewed", "lease: {renewSeconds: 0}"),
+            ("a product past 32 bits", "lease: {renewSeconds: 4294967295, durationSeconds: 4294967295}"),
+            ("a lease of a day", "lease: {durationSeconds: 86400}"),
+            ("a certificate of a moment", "webhook: {certificateSeconds: 29, trustSeconds: 1}"),
+            ("a certificate past every calendar", "webhook: {certificateSeconds: 18446744073709551615}"),
+            ("trusted too late", "webhook: {certificateSeconds: 60, trustSeconds: 11}"),
+            ("no memory", "defaults: {memoryMiB: 0}"),
+            ("more memory than a request may name", "defaults: {memoryMiB: 2147483648}"),
+            ("no namespace", "namespace: ''"),
+        ] {
+            let checked = Config::parse(&format!("{HEAD}{body}\n")).unwrap().check();
+            assert_eq!(checked.map_err(|error| error.code()), Err("ConfigValueInvalid"), "{case}");
+        }
         let missing = Config::load(&Args { config: Some("/nowhere.yaml".into()), ..Args::default() });
         assert_eq!(missing.unwrap_err().code(), "ConfigUnreadable");
     }
