@@ -15,6 +15,9 @@ use parking_lot::Mutex;
 /// How many request shapes are remembered. A shape over 5,000 nodes is about 0.5 MiB.
 const SHAPES: usize = 64;
 
+/// Verdicts on nodes that are gone which are not worth looking for.
+const SPARE: usize = 64;
+
 /// What is known of a node and a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -39,6 +42,18 @@ impl Verdict {
 struct Entry {
     used: u64,
     verdicts: HashMap<NodeName, (u64, Verdict)>,
+    /// How many verdicts were left when those on nodes that are gone were last forgotten.
+    kept: usize,
+}
+
+impl Entry {
+    /// Forgets nodes that are gone, once there may be as many of them as there are others.
+    fn tidy(&mut self, ledger: &Ledger) {
+        if self.verdicts.len() > 2 * self.kept + SPARE {
+            self.verdicts.retain(|node, _| ledger.node_generation(node) > 0);
+            self.kept = self.verdicts.len();
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -84,7 +99,9 @@ impl VerdictCache {
             }
             verdict
         });
-        (verdicts.collect(), remembered)
+        let verdicts = verdicts.collect();
+        entry.tidy(ledger);
+        (verdicts, remembered)
     }
 }
 
@@ -134,6 +151,19 @@ mod tests {
         let (second, remembered) = cache.verdicts(&request, &nodes, &ledger);
         assert_eq!(remembered, 1);
         assert_eq!(second[1], Verdict::Refused(Code::CardTooSmall));
+    }
+
+    #[test]
+    fn nodes_that_come_and_go_leave_nothing() {
+        let (cache, mut ledger) = (VerdictCache::default(), ledger());
+        for number in 0..1000 {
+            let name = format!("spot-{number}");
+            ledger.apply(&Event::NodeObserved(node(&name, vec![card("GPU-1", 1000)])));
+            cache.verdicts(&request(1), &[name.as_str().into()], &ledger);
+            ledger.apply(&Event::NodeGone(name.as_str().into()));
+        }
+        let left = cache.shapes.lock().entries[&request(1)].verdicts.len();
+        assert!(left <= SPARE + 1, "{left}");
     }
 
     #[test]

@@ -61,13 +61,14 @@ where
     }
 }
 
-/// The CA bundle that the API servers use: that of all webhooks, or nothing sensible where they differ.
-fn injected(configuration: &MutatingWebhookConfiguration) -> Vec<u8> {
-    let webhooks = configuration.webhooks.as_deref().unwrap_or_default();
+/// The CA bundle that the API servers use: that of all webhooks, or nothing sensible where they differ; `None` where
+/// there is no webhook to give one to.
+fn injected(configuration: &MutatingWebhookConfiguration) -> Option<Vec<u8>> {
+    let webhooks = configuration.webhooks.as_deref().filter(|webhooks| !webhooks.is_empty())?;
     let bundles = webhooks.iter().map(|w| w.client_config.ca_bundle.as_ref().map(|b| b.0.as_slice()));
     let mut all: Vec<&[u8]> = bundles.map(Option::unwrap_or_default).collect();
     all.dedup();
-    if let [one] = all.as_slice() { one.to_vec() } else { Vec::new() }
+    Some(if let [one] = all.as_slice() { one.to_vec() } else { Vec::new() })
 }
 
 pub(super) async fn run(context: &Context, stop: &CancellationToken) {
@@ -116,7 +117,7 @@ impl Keeper<'_> {
             let mut wait = LONGEST;
             if let (Some(secret), Some(configuration)) = seen {
                 let held = secret.as_ref().map(Held::read);
-                let bundle = configuration.as_ref().map(injected);
+                let bundle = configuration.as_ref().and_then(injected);
                 let state = (held.clone(), bundle.clone());
                 let since = match &steady {
                     Some((before, since)) if *before == state => *since,
@@ -253,20 +254,20 @@ mod tests {
             serde_json::from_value(json!({"metadata": {"name": "mullion"}, "webhooks": webhooks})).unwrap()
         };
         for (case, bundles, want) in [
-            ("none", vec![], ""),
-            ("absent", vec![None], ""),
-            ("one", vec![Some("a")], "a"),
-            ("alike", vec![Some("a"), Some("a")], "a"),
-            ("different", vec![Some("a"), Some("b")], ""),
-            ("one missing", vec![Some("a"), None], ""),
+            ("no webhook: nothing to write to, for ever", vec![], None),
+            ("absent", vec![None], Some("")),
+            ("one", vec![Some("a")], Some("a")),
+            ("alike", vec![Some("a"), Some("a")], Some("a")),
+            ("different", vec![Some("a"), Some("b")], Some("")),
+            ("one missing", vec![Some("a"), None], Some("")),
         ] {
-            assert_eq!(injected(&configuration(&bundles)), want.as_bytes(), "{case}");
+            assert_eq!(injected(&configuration(&bundles)), want.map(|w| w.as_bytes().to_vec()), "{case}");
         }
         let before = configuration(&[None, Some("old")]);
         let mut value = serde_json::to_value(&before).unwrap();
         json_patch::patch(&mut value, &bundle_patch(&before, b"new")).unwrap();
         let after: MutatingWebhookConfiguration = serde_json::from_value(value).unwrap();
-        assert_eq!(injected(&after), b"new");
+        assert_eq!(injected(&after).as_deref(), Some(&b"new"[..]));
         let moved = configuration(&[]);
         let mut value = serde_json::to_value(&moved).unwrap();
         assert!(json_patch::patch(&mut value, &bundle_patch(&before, b"new")).is_err());
