@@ -97,6 +97,11 @@ enum Verb {
     HoldNode { node: String },
     #[command(hide = true)]
     HoldNetwork,
+    #[command(hide = true)]
+    Become {
+        #[arg(last = true, required = true)]
+        command: Vec<String>,
+    },
 }
 
 #[derive(Debug, clap::Args)]
@@ -153,6 +158,7 @@ fn run(verb: Verb) -> Result<()> {
             network::forward()
         }),
         Verb::HoldNetwork => hold(|| Ok(())),
+        Verb::Become { command } => part::become_program(&command),
     }
 }
 

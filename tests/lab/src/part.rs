@@ -27,6 +27,9 @@ pub struct Spec {
     pub mounts_of: Option<i32>,
 }
 
+/// The supervisor's own program (it is pid 1 of the lab), also when the file was replaced since.
+const THIS_PROGRAM: &str = "/proc/1/exe";
+
 impl Spec {
     /// A program with its arguments.
     pub fn new(program: impl Into<String>, args: impl IntoIterator<Item = impl Into<String>>) -> Self {
@@ -55,6 +58,7 @@ impl Spec {
         } else if let Some(pid) = self.network_of {
             argv.extend(["nsenter".to_owned(), format!("--target={pid}"), "--net".into(), "--".into()]);
         }
+        argv.extend([THIS_PROGRAM.to_owned(), "become".into(), "--".into()]);
         argv.extend(self.argv.iter().cloned());
         let mut command = Command::new(&argv[0]);
         command.args(&argv[1..]).env_clear().env("PATH", path).env("HOME", "/root");
@@ -63,6 +67,15 @@ impl Spec {
         command.envs(self.env.iter().map(|(name, value)| (name, value))).current_dir("/");
         command
     }
+}
+
+/// Turns this process into a part. The supervisor blocks the signals that it waits for, a child inherits that, and a
+/// program that cannot hear SIGTERM never ends as it would in an installation.
+pub fn become_program(argv: &[String]) -> Result<()> {
+    let (program, rest) = argv.split_first().context("no program is given")?;
+    nix::sys::signal::SigSet::empty().thread_set_mask().context("cannot unblock the signals")?;
+    let error = std::os::unix::process::CommandExt::exec(Command::new(program).args(rest));
+    Err(error).with_context(|| format!("cannot start {program}"))
 }
 
 /// What `lab fault` does to a part.
@@ -211,6 +224,9 @@ mod tests {
         let command = spec.command("/x");
         let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
         assert_eq!(command.get_program(), "nsenter");
-        assert_eq!(words, ["--target=7", "--mount", "--net", "--", "/x/kubelet", "--v=2"]);
+        assert_eq!(
+            words,
+            ["--target=7", "--mount", "--net", "--", THIS_PROGRAM, "become", "--", "/x/kubelet", "--v=2"]
+        );
     }
 }

@@ -156,3 +156,35 @@ async fn a_dead_agent_draws_no_pods() -> Result<()> {
     }
     scope.remove().await
 }
+
+/// Design section 4, "Restarts": an agent that is asked to stop first closes its node for new pods; the next one
+/// opens it again.
+#[tokio::test]
+async fn a_planned_stop_closes_the_node_first() -> Result<()> {
+    let scope = Scope::new("planned-stop").await?;
+    scope.create(&slice_pod("stays", "500", "2").on("node-b")).await?;
+    scope.running("stays").await?;
+    let status: serde_json::Value = serde_json::from_str(&scope.lab.run(&["status", "--json"])?)?;
+    let agent = status["parts"].as_array().and_then(|p| p.iter().find(|p| p["name"] == "agent@node-b"));
+    let pid = agent.and_then(|p| p["pid"].as_i64()).context("no agent")?;
+    let closed = || async {
+        Ok::<_, anyhow::Error>(scope.gpu_node("node-b").await?.status.context("no status")?.closed)
+    };
+    scope.lab.on_node("node-b", &["kill", "-TERM", &pid.to_string()])?;
+    let shut =
+        eventually("the node is closed", PATIENCE, || async { Ok(closed().await?.then_some(())) }).await;
+    scope.lab.fault("agent@node-b", "restart")?;
+    shut?;
+    eventually("the node is open again", PATIENCE, || async { Ok((!closed().await?).then_some(())) }).await?;
+    scope.create(&slice_pod("next", "500", "2").on("node-b")).await?;
+    scope.running("next").await?;
+    let stays = scope.running("stays").await?;
+    let restarts: i32 = stays
+        .status
+        .iter()
+        .flat_map(|s| s.container_statuses.iter().flatten())
+        .map(|c| c.restart_count)
+        .sum();
+    ensure!(restarts == 0, "the running pod was touched");
+    scope.remove().await
+}
