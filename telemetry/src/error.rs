@@ -93,8 +93,8 @@ impl Error {
 
 /// The error and all its causes, outermost first, joined by `: `.
 ///
-/// Our errors keep the cause out of their own text; other people's often repeat it, so a cause whose text
-/// stands in the one before it is not written twice.
+/// Our errors keep the cause out of their own text; other people's often repeat it, at any distance: a cause whose
+/// text is there already is not written again, and one that begins with the text before it goes on from there.
 #[must_use]
 pub fn source_chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut chain = error.to_string();
@@ -102,9 +102,12 @@ pub fn source_chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut next = error.source();
     while let Some(cause) = next {
         let text = cause.to_string();
-        if !before.contains(&text) {
-            // Writing to a String cannot fail.
-            let _ = write!(chain, ": {text}");
+        if !chain.contains(&text) {
+            match text.strip_prefix(&before).filter(|_| chain.ends_with(&before)) {
+                Some(rest) => chain.push_str(rest),
+                // Writing to a String cannot fail.
+                None => _ = write!(chain, ": {text}"),
+            }
         }
         before = text;
         next = cause.source();

@@ -174,6 +174,16 @@ fn a_chain_is_written_once() {
             "cannot bind: api: refused",
         ),
         ("repeated", link("bind: gone", Some(link("gone", None))), "bind: gone"),
+        (
+            "repeated further down, as kube's and tonic's are",
+            link("api: config: gone", Some(link("config", Some(link("gone", None))))),
+            "api: config: gone",
+        ),
+        (
+            "a cause that holds what is before it",
+            link("call", Some(link("config", Some(link("config: no file", None))))),
+            "call: config: no file",
+        ),
     ] {
         assert_eq!(source_chain(&error), want, "{case}");
     }
