@@ -5,6 +5,7 @@
 //! pod could name the devices in it.
 
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
@@ -20,6 +21,8 @@ use crate::prepare::cdi::{ContainerEdits, Device, Spec};
 pub const DRIVER_KIND: &str = "nvidia.com/gpu";
 /// How long `nvidia-ctk` may take.
 const GENERATE_TIMEOUT: Duration = Duration::from_secs(15);
+/// The largest file that is read as a spec, in bytes; `nvidia-ctk` writes some tens of KiB.
+const MAX_SPEC: u64 = 4 << 20;
 
 /// A card as a CDI spec may name it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -192,16 +195,25 @@ impl Finder {
         }
         let stat = |file: PathBuf| {
             let meta = std::fs::metadata(&file).ok()?;
-            Some((file, meta.modified().ok(), meta.len()))
+            // Opening a pipe would wait for a writer, for ever and with it the agent; a device may have no end.
+            meta.is_file().then(|| (file, meta.modified().ok(), meta.len()))
         };
         files.into_iter().filter_map(stat).collect()
     }
 }
 
 fn read(file: &Path) -> Option<DriverSpec> {
-    let text =
-        std::fs::read_to_string(file).inspect_err(|error| warn!(?file, %error, "CDI spec not read")).ok()?;
+    let text = read_text(file).inspect_err(|error| warn!(?file, %error, "CDI spec not read")).ok()?;
     parse(file, &text).inspect_err(|problem| warn!(?file, problem, "CDI spec not understood")).ok().flatten()
+}
+
+fn read_text(file: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    let read = std::fs::File::open(file)?.take(MAX_SPEC + 1).read_to_string(&mut text)?;
+    if read as u64 > MAX_SPEC {
+        return Err(std::io::Error::other(format!("it is larger than {MAX_SPEC} bytes: no CDI spec is")));
+    }
+    Ok(text)
 }
 
 #[cfg(test)]
@@ -298,5 +310,19 @@ mod tests {
         assert_eq!(edits_for(&finder.look(), &[card(0, 0)]).unwrap().0, "0.6.0");
         std::fs::remove_file(late.path().join("b.yaml")).unwrap();
         assert_eq!(edits_for(&finder.look(), &[card(0, 0)]).unwrap().0, "0.5.0");
+    }
+
+    #[test]
+    fn what_is_no_file_or_has_no_end_stops_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let fifo = std::process::Command::new("mkfifo").arg(at("a.yaml")).status().unwrap();
+        assert!(fifo.success());
+        std::os::unix::fs::symlink("/dev/zero", at("b.yaml")).unwrap();
+        std::fs::create_dir(at("c.yaml")).unwrap();
+        std::fs::write(at("d.yaml"), " ".repeat(usize::try_from(MAX_SPEC).unwrap() + 1)).unwrap();
+        std::fs::write(at("e.yaml"), generated(["0", "1"])).unwrap();
+        let finder = Finder::new(vec![dir.path().into()], at("none"));
+        assert_eq!(finder.look().iter().map(|s| s.file.clone()).collect::<Vec<_>>(), [at("e.yaml")]);
     }
 }
