@@ -130,7 +130,19 @@ impl Watches {
 
     async fn allocation_gone(&self, uid: &AllocationUid) {
         debug!(%uid, "allocation gone");
-        self.shared.change(|world| world.lose_allocation(uid));
+        let orphan = self.shared.change(|world| {
+            world.lose_allocation(uid);
+            let orphan = world.orphans.contains(uid);
+            world.ledger.allocation(uid).filter(|_| orphan).map(|f| f.pod.clone())
+        });
+        if let Some(pod) = orphan {
+            warn!(
+                %uid,
+                namespace = pod.namespace,
+                pod = pod.name,
+                "allocation removed by hand while its pod may run: its cards stay taken on this node until the pod is gone; delete the pod"
+            );
+        }
         // Its grants stay until the release has removed their files.
         let granted = self.shared.read(|w| w.grants_of(uid).next().is_some());
         if !granted && let Err(error) = self.state.forget(uid.as_str()).await {

@@ -177,7 +177,7 @@ impl Releaser {
         self.shared.read(|w| {
             leaving.retain(|uid, _| w.allocations.contains_key(uid));
             for (uid, object) in &w.allocations {
-                let ours = object.finalizers().iter().any(|f| f == FINALIZER);
+                let ours = object.finalizers().iter().any(|f| f == FINALIZER) || w.orphans.contains(uid);
                 if !ours || leaving.contains_key(uid) {
                     continue;
                 }
@@ -256,7 +256,11 @@ impl Releaser {
                 w.mark(uid, |f| f.released = true);
             });
         }
-        self.let_go(&object, end).await?;
+        if self.shared.read(|w| w.orphans.contains(uid)) {
+            self.shared.change(|w| w.lose_allocation(uid));
+        } else {
+            self.let_go(&object, end).await?;
+        }
         info!(namespace = fact.pod.namespace, pod = fact.pod.name, code = end.code(), "released");
         Ok(true)
     }
@@ -264,8 +268,12 @@ impl Releaser {
     /// Whether nothing of the pod is left.
     async fn is_proved(&self, fact: &AllocationFact, cgroups: &Cgroups) -> Result<bool, Error> {
         let pod = fact.pod.uid.as_str();
-        let mount = &self.settings.cgroup_mount;
-        if cgroups.remains(pod).map_err(Error::file("look for the pod's cgroup below", mount))?.is_some() {
+        if cgroups.remains(pod)?.is_some() {
+            return Ok(false);
+        }
+        // A second witness, for a pod whose cgroup is kept where nobody looks: what runs is in `/proc` all the same.
+        let proc = Path::new("/proc");
+        if cgroup::process_of(proc, pod).map_err(Error::file("list", proc))?.is_some() {
             return Ok(false);
         }
         let mut cards: Vec<String> =
@@ -277,7 +285,6 @@ impl Releaser {
             return Ok(true);
         }
         let pids = self.driver.pids(cards).await?;
-        let proc = Path::new("/proc");
         Ok(!pids.values().flatten().any(|pid| cgroup::is_of_pod(proc, *pid, pod)))
     }
 
@@ -367,7 +374,10 @@ impl Releaser {
     /// somebody else took off.
     async fn sweep(&self, cgroups: &Cgroups) {
         let (listed, grants) = self.shared.read(|w| {
-            let known = |uid: &str| w.ledger.allocation(&uid.into()).is_some_and(|f| !f.released);
+            // An orphan known from the audit log alone has no object that a release could start from.
+            let bare = |uid: &AllocationUid| w.orphans.contains(uid) && !w.allocations.contains_key(uid);
+            let known =
+                |uid: &str| w.ledger.allocation(&uid.into()).is_some_and(|f| !f.released && !bare(&f.uid));
             let grants: Vec<_> = w.grants.values().map(|g| (g.clone(), known(&g.allocation))).collect();
             (w.allocations_listed && w.pods.is_some(), grants)
         });
@@ -394,7 +404,13 @@ impl Releaser {
                     if let Err(error) = self.audit.append(event).await {
                         warn!(code = error.code(), "withdrawal not audited");
                     }
-                    self.shared.change(|w| w.grants.remove(&grant.grant));
+                    self.shared.change(|w| {
+                        w.grants.remove(&grant.grant);
+                        let uid = AllocationUid::from(grant.allocation.as_str());
+                        if w.orphans.contains(&uid) {
+                            w.lose_allocation(&uid);
+                        }
+                    });
                 }
                 Err(error) => {
                     warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not swept");

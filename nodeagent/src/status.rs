@@ -279,6 +279,7 @@ impl Syncer {
         self.shared.read(|w| {
             let open = w.allocations.iter().filter(|(uid, object)| {
                 w.ledger.allocation(uid).is_some_and(|f| !f.released)
+                    && !w.orphans.contains(*uid)
                     && object.status.clone().unwrap_or_default() != desired(w, object, Timestamp::UNIX_EPOCH)
             });
             open.map(|(uid, _)| (uid.clone(), w.refused.contains_key(uid))).collect()

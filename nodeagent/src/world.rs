@@ -121,6 +121,9 @@ pub struct World {
     pub deleted_pods: BTreeSet<PodUid>,
     /// Allocations whose pod has ended: nothing of them is prepared any more.
     pub releasing: BTreeSet<AllocationUid>,
+    /// Allocations that somebody else took from the API server while a container may run on their cards: they hold
+    /// until that is over, as any other.
+    pub orphans: BTreeSet<AllocationUid>,
     /// Allocations that cannot be given.
     pub refused: BTreeMap<AllocationUid, Refused>,
     /// Ids that the kubelet's checkpoint gives to containers.
@@ -154,12 +157,22 @@ impl World {
     /// Takes in an allocation of this node. Flags that only this agent knows yet are kept by the ledger.
     pub fn see_allocation(&mut self, object: VGPUAllocation) {
         let fact = facts::allocation(&object);
+        self.orphans.remove(&fact.uid);
         self.allocations.insert(fact.uid.clone(), Arc::new(object));
         self.ledger.apply(&Event::AllocationObserved(fact));
     }
 
-    /// An allocation is gone from the API server.
+    /// An allocation is gone from the API server. Absence frees nothing: one that was prepared and is not released
+    /// stays, as an orphan.
     pub fn lose_allocation(&mut self, uid: &AllocationUid) {
+        let held = self.ledger.allocation(uid).filter(|f| !f.released).map(|f| f.prepared);
+        let prepared = held == Some(true) && self.allocations.contains_key(uid);
+        if prepared || held.is_some() && self.grants_of(uid).next().is_some() {
+            self.refused.remove(uid);
+            self.orphans.insert(uid.clone());
+            return;
+        }
+        self.orphans.remove(uid);
         if let Some(object) = self.allocations.remove(uid) {
             self.deleted_pods.remove(&PodUid(object.spec.pod.uid.clone()));
         }
@@ -284,5 +297,73 @@ impl Shared {
     #[must_use]
     pub fn bell(&self) -> watch::Receiver<u64> {
         self.bell.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mullion_crds::vgpuallocation::{PodReference, VGPUAllocationSpec};
+
+    fn object() -> VGPUAllocation {
+        let spec = VGPUAllocationSpec {
+            pod: PodReference { name: "p".to_owned(), uid: "pod".to_owned() },
+            node_name: "n".to_owned(),
+            ..VGPUAllocationSpec::default()
+        };
+        let mut object = VGPUAllocation::new("p-pod", spec);
+        object.metadata.uid = Some("a".to_owned());
+        object
+    }
+
+    /// An allocation that was prepared, or not.
+    fn world(prepared: bool) -> World {
+        let mut world = World { node: "n".into(), ..World::default() };
+        world.see_allocation(object());
+        if prepared {
+            let grant = Grant {
+                grant: "g".to_owned(),
+                allocation: "a".to_owned(),
+                pod: "pod".to_owned(),
+                container: "main".to_owned(),
+                device_ids: vec!["slot-0000".to_owned()],
+                enforced: true,
+            };
+            world.grants.insert(grant.grant.clone(), grant);
+            world.mark(&"a".into(), |f| f.prepared = true);
+        }
+        world
+    }
+
+    #[test]
+    fn an_allocation_taken_away_by_hand_holds_its_cards_while_its_container_may_run() {
+        for (case, prepared, released, held) in [
+            ("never prepared", false, false, false),
+            ("prepared", true, false, true),
+            ("prepared and released", true, true, false),
+        ] {
+            let mut world = world(prepared);
+            world.mark(&"a".into(), |f| f.released = released);
+            world.lose_allocation(&"a".into());
+            assert_eq!(world.allocation_of(&"pod".into()).is_some(), held, "{case}");
+            assert_eq!(world.allocations.contains_key(&AllocationUid::from("a")), held, "{case}");
+            assert_eq!(world.orphans.len(), usize::from(held), "{case}");
+        }
+    }
+
+    #[test]
+    fn an_orphan_ends_with_its_release_or_when_it_comes_back() {
+        let mut orphan = world(true);
+        orphan.lose_allocation(&"a".into());
+        orphan.grants.clear();
+        orphan.mark(&"a".into(), |f| f.released = true);
+        orphan.lose_allocation(&"a".into());
+        assert!(orphan.orphans.is_empty() && orphan.allocations.is_empty());
+        assert_eq!(orphan.ledger.allocation(&"a".into()), None);
+
+        let mut back = world(true);
+        back.lose_allocation(&"a".into());
+        back.see_allocation(object());
+        assert!(back.orphans.is_empty() && back.allocation_of(&"pod".into()).is_some());
     }
 }
