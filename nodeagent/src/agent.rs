@@ -80,10 +80,7 @@ pub async fn run(
         ended = agent.tasks.join_next() => match ended {
             Some(Ok(result)) => result,
             // A task that panicked: the message is on stderr already.
-            Some(Err(error)) => {
-                warn!(%error, "a part of the agent ended");
-                Ok(())
-            }
+            Some(Err(source)) => Err(Error::Broken { source }),
             None => Ok(()),
         },
     };

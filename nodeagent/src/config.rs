@@ -24,43 +24,44 @@ pub const IGNORED_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
 /// Flags of `mullion-nodeagent run`.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Args {
-    /// Configuration file.
+    /// Configuration file; none by default.
     #[arg(long, env = "MULLION_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Name of the node that this agent runs on.
+    /// Name of the node that this agent runs on; there is no default.
     #[arg(long, env = "NODE_NAME", value_name = "NAME")]
     pub node_name: Option<String>,
     /// NVML to load; by default the loader finds `libnvidia-ml.so.1`.
     #[arg(long, env = "MULLION_NVML_LIBRARY", value_name = "FILE")]
     pub nvml_library: Option<PathBuf>,
-    /// The kubelet's folder of device plugin sockets, with its checkpoint.
+    /// The kubelet's folder of device plugin sockets, with its checkpoint [default: /var/lib/kubelet/device-plugins].
     #[arg(long, env = "MULLION_DEVICE_PLUGIN_DIR", value_name = "DIR")]
     pub device_plugin_dir: Option<PathBuf>,
-    /// The kubelet's configuration file, read for its topology policy only.
+    /// The kubelet's configuration file, read for its topology policy only [default: /var/lib/kubelet/config.yaml].
     #[arg(long, env = "MULLION_KUBELET_CONFIG", value_name = "FILE")]
     pub kubelet_config: Option<PathBuf>,
-    /// Folder for the CDI specs of grants; the runtime must watch it.
+    /// Folder for the CDI specs of grants; the runtime must watch it [default: /var/run/cdi].
     #[arg(long, env = "MULLION_CDI_DIR", value_name = "DIR")]
     pub cdi_dir: Option<PathBuf>,
-    /// Folders with NVIDIA's own CDI spec, separated by commas; the last one wins.
+    /// Folders with NVIDIA's own CDI spec, separated by commas; the last one wins [default: /etc/cdi,/var/run/cdi].
     #[arg(long, env = "MULLION_DRIVER_CDI_DIRS", value_name = "DIRS", value_delimiter = ',')]
     pub driver_cdi_dirs: Option<Vec<PathBuf>>,
-    /// Folder for the agent's databases and control pages.
+    /// Folder for the agent's databases and control pages [default: /var/lib/mullion].
     #[arg(long, env = "MULLION_STATE_DIR", value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
-    /// Folder of the library and of the containers' usage files.
+    /// Folder of the library and of the containers' usage files [default: /usr/local/vgpu].
     #[arg(long, env = "MULLION_HOOK_DIR", value_name = "DIR")]
     pub hook_dir: Option<PathBuf>,
-    /// Where the cgroup hierarchies are mounted.
+    /// Where the cgroup hierarchies are mounted [default: /sys/fs/cgroup].
     #[arg(long, env = "MULLION_CGROUP_MOUNT", value_name = "DIR")]
     pub cgroup_mount: Option<PathBuf>,
-    /// The kubelet's `cgroupRoot`.
+    /// Below which cgroup the kubelet's are looked for, e.g. its `cgroupRoot` where one machine has several kubelets
+    /// [default: /].
     #[arg(long, env = "MULLION_CGROUP_ROOT", value_name = "PATH")]
     pub cgroup_root: Option<String>,
-    /// Address for metrics and health.
+    /// Address for metrics and health [default: 0.0.0.0:9394].
     #[arg(long, env = "MULLION_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
-    /// What happens to a container whose limits cannot be applied.
+    /// What happens to a container whose limits cannot be applied [default: required].
     #[arg(long, env = "MULLION_ENFORCEMENT", value_enum)]
     pub enforcement: Option<Enforcement>,
 }
@@ -165,7 +166,7 @@ pub struct Settings {
     pub hook_dir: PathBuf,
     /// Where the cgroup hierarchies are mounted.
     pub cgroup_mount: PathBuf,
-    /// The kubelet's `cgroupRoot`.
+    /// Below which cgroup the kubelet's are looked for.
     pub cgroup_root: String,
     /// Metrics and health.
     pub listen: SocketAddr,
@@ -296,6 +297,33 @@ mod tests {
         assert_eq!(settings.enforcement, Enforcement::Report);
         assert_eq!((settings.health.ignored_xids, settings.health.recovery_checks), (vec![13], 3));
         assert_eq!(settings.listen.port(), 9394);
+    }
+
+    /// A default is applied after the file was read, so clap does not know it: the help's words must not lie.
+    #[test]
+    fn the_help_names_each_default() {
+        let settings = settings("nodeName: a\n", Args::default()).unwrap();
+        let text = |path: &Path| path.display().to_string();
+        let dirs: Vec<_> = settings.driver_cdi_dirs.iter().map(|d| text(d)).collect();
+        let help = <Args as clap::Args>::augment_args(clap::Command::new("x")).render_help().to_string();
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        for (flag, default) in [
+            ("device-plugin-dir", text(&settings.device_plugin_dir)),
+            ("kubelet-config", text(&settings.kubelet_config)),
+            ("cdi-dir", text(&settings.cdi_dir)),
+            ("driver-cdi-dirs", dirs.join(",")),
+            ("state-dir", text(&settings.state_dir)),
+            ("hook-dir", text(&settings.hook_dir)),
+            ("cgroup-mount", text(&settings.cgroup_mount)),
+            ("cgroup-root", settings.cgroup_root.clone()),
+            ("listen", settings.listen.to_string()),
+            ("enforcement", "required".to_owned()),
+        ] {
+            let of_flag = help.split_once(&format!("--{flag} ")).unwrap().1;
+            let of_flag = of_flag.split(" --").next().unwrap();
+            assert!(of_flag.contains(&format!("[default: {default}]")), "{flag}: {of_flag}");
+        }
+        assert_eq!(settings.enforcement, Enforcement::Required);
     }
 
     #[test]

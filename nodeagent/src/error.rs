@@ -36,6 +36,15 @@ pub enum Error {
         /// The system's word.
         source: io::Error,
     },
+    /// The cgroups that are mounted are not those of the node's pods.
+    #[error(
+        "no kubelet keeps pods below {mount:?}, so that nothing proves a pod over: mount the node's /sys/fs/cgroup there \
+         or set cgroupMount; what ended stays taken until then"
+    )]
+    CgroupUnseen {
+        /// Where cgroups are looked for.
+        mount: PathBuf,
+    },
     /// The state file refuses.
     #[error(
         "the state file {path:?} cannot be used ({action}): stop the agent and remove it, it is made anew from the \
@@ -105,6 +114,22 @@ pub enum Error {
         /// More, where the wrapper says more.
         detail: String,
     },
+    /// A signal cannot be listened for.
+    #[error("cannot listen for {name}: the system gives this process no signal handler")]
+    Signal {
+        /// Which signal.
+        name: &'static str,
+        /// The system's word.
+        source: io::Error,
+    },
+    /// A part of the agent broke down.
+    #[error(
+        "a part of the agent broke down, which ends all of it: please report the text above it in the log"
+    )]
+    Broken {
+        /// How it ended.
+        source: tokio::task::JoinError,
+    },
     /// A thread of ours cannot start.
     #[error("cannot start the thread {name}: raise the limit of processes")]
     Thread {
@@ -125,6 +150,7 @@ impl Error {
             Self::NoNodeName => "NodeNameMissing",
             Self::File { source, .. } if source.kind() == io::ErrorKind::StorageFull => "DiskFull",
             Self::File { .. } => "FileFailed",
+            Self::CgroupUnseen { .. } => "CgroupUnseen",
             Self::State { .. } => "StateFailed",
             Self::StateValue { .. } => "StateValueInvalid",
             Self::Audit { source } => source.code(),
@@ -133,6 +159,8 @@ impl Error {
             Self::Listen { .. } => "ListenFailed",
             Self::Watch { .. } => "WatchFailed",
             Self::Driver { code, .. } => code,
+            Self::Signal { .. } => "SignalFailed",
+            Self::Broken { .. } => "AgentBroken",
             Self::Thread { .. } => "ThreadFailed",
         }
     }
