@@ -34,6 +34,9 @@ use wire::{BindingArgs, BindingResult, ExtenderArgs, FailedNodes, FilterResult, 
 /// 15,000 nodes, with room.
 const BODY_LIMIT: usize = 16 << 20;
 
+/// The highest score.
+const BEST: i64 = 100;
+
 /// What a pod is told whose request cannot be read here; the webhook refuses it, so it came around it.
 const REQUEST_REFUSED: &str = "the pod's GPU request is refused";
 
@@ -81,7 +84,7 @@ impl Extender {
             Err(error) => return Ok(unresolvable(names, &error)),
         };
         let nodes: Vec<NodeName> = names.iter().map(|name| name.as_str().into()).collect();
-        let verdicts = self.verdicts(&request, &nodes);
+        let verdicts = self.verdicts(pod, &request, &nodes);
         let mut fitting = Vec::new();
         let (mut failed, mut unresolvable) = (FailedNodes::new(), FailedNodes::new());
         for (name, verdict) in names.iter().zip(verdicts) {
@@ -117,7 +120,7 @@ impl Extender {
         let scores: Vec<i64> = match self.request(pod) {
             Ok(Some(request)) => {
                 let nodes: Vec<NodeName> = names.iter().map(|name| name.as_str().into()).collect();
-                self.verdicts(&request, &nodes).iter().map(Verdict::score).collect()
+                self.verdicts(pod, &request, &nodes).iter().map(Verdict::score).collect()
             }
             Ok(None) | Err(_) => vec![0; names.len()],
         };
@@ -129,11 +132,22 @@ impl Extender {
         parse_pod(&mullion_crds::pod::view(pod), &defaults)
     }
 
-    fn verdicts(&self, request: &PodRequest, nodes: &[NodeName]) -> Vec<Verdict> {
-        let (verdicts, remembered) =
-            self.store.read(|facts| self.cache.verdicts(request, nodes, facts.ledger()));
+    fn verdicts(&self, pod: &Pod, request: &PodRequest, nodes: &[NodeName]) -> Vec<Verdict> {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        let (mut verdicts, remembered, own) = self.store.read(|facts| {
+            let (verdicts, remembered) = self.cache.verdicts(request, nodes, facts.ledger());
+            let own = facts.allocation_of_pod(uid).filter(|object| facts.usable(object));
+            (verdicts, remembered, own.map(|object| object.spec.node_name.clone()))
+        });
         self.metrics.cache_hits.inc_by(remembered as u64);
         self.metrics.cache_misses.inc_by((nodes.len() - remembered) as u64);
+        // A bind that was cut short left its allocation: the pod has its place there, and what takes it up is itself.
+        let there = nodes.iter().position(|node| own.as_deref() == Some(node.as_str()));
+        if let Some(verdict) = there.and_then(|at| verdicts.get_mut(at))
+            && !matches!(verdict, Verdict::Refused(code) if code.unresolvable())
+        {
+            *verdict = Verdict::Fits(BEST);
+        }
         verdicts
     }
 }

@@ -209,3 +209,31 @@ async fn the_decision_is_made_once() {
     assert_eq!(second.spec.sequence, first.spec.sequence + 1);
     assert_eq!(claim("c").unwrap_err().code(), "MemoryShort");
 }
+
+// Design, section 8: a controller killed between its two writes finds the same allocation on the same node, however
+// little the pod has left there for others.
+#[tokio::test]
+async fn a_pod_is_not_in_its_own_way() {
+    let extender = extender(true);
+    let request = crate::fixtures::request(8000);
+    let uid = "0b6f7a7e-6a51-4a2e-9a53-3f1d0c8f2b11";
+    let pod = mullion_core::facts::PodRef { namespace: "ns".into(), name: "p".into(), uid: uid.into() };
+    let Ok(crate::store::Claim::Held(made)) = extender.store.claim(&pod, &request, &"idle".into(), 0) else {
+        panic!("no room")
+    };
+    let mut made = *made;
+    made.metadata.uid = Some("a".to_owned());
+    extender.store.write(|facts| facts.allocation_seen(made));
+    let limits = json!({"nvidia.com/gpumem": "8000"});
+    let ask = |uid: &str| {
+        let mut args = args(&limits, &["idle", "half", "small"]);
+        args["Pod"]["metadata"]["uid"] = json!(uid);
+        serde_json::from_value::<ExtenderArgs>(args).unwrap()
+    };
+    assert_eq!(extender.filter(&ask(uid)).node_names, Some(vec!["idle".to_owned()]));
+    assert_eq!(extender.prioritize(&ask(uid)).unwrap()[0].score, BEST);
+    assert_eq!(extender.filter(&ask("another")).node_names, Some(vec![]));
+    // Where nothing can start, an allocation changes nothing.
+    extender.store.write(|facts| facts.fold(&Event::KubeNodeObserved(kube_node("idle", 0))));
+    assert_eq!(extender.filter(&ask(uid)).node_names, Some(vec![]));
+}
