@@ -290,7 +290,7 @@ mod tests {
         for (case, ending, watch_ends, want) in cases {
             let stop = CancellationToken::new();
             let (mut tasks, mut watches) = (JoinSet::new(), JoinSet::new());
-            let (until, watched) = (stop.clone(), stop.clone());
+            let (until, as_long) = (stop.clone(), stop.clone());
             tasks.spawn(async move {
                 until.cancelled().await;
                 Ok(())
@@ -300,7 +300,7 @@ mod tests {
             } else {
                 tasks.spawn(async move { ending() });
             }
-            watches.spawn(async move { watched.cancelled().await });
+            watches.spawn(async move { as_long.cancelled().await });
             let outcome = supervise(&mut tasks, &mut watches, &stop).await;
             assert!(stop.is_cancelled(), "{case}");
             match want {

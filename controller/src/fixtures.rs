@@ -1,8 +1,27 @@
 //! Small facts for tests.
 
+use std::sync::Arc;
+
 use mullion_core::facts::{CardFact, CardMode, ContainerKind, KubeNodeFact, NodeFact};
-use mullion_core::request::{ContainerRequest, ContainerWish, MemoryAsk, PodRequest, Policy};
+use mullion_core::request::{ContainerRequest, ContainerWish, Defaults, MemoryAsk, PodRequest, Policy};
 use mullion_core::units::{CoreShare, Mib};
+
+use crate::config::Config;
+use crate::fake_api::FakeApi;
+use crate::metrics::Metrics;
+use crate::reconcile::Context;
+use crate::store::Store;
+
+/// What reconcilers share, on `api` and knowing nothing.
+pub fn context(api: &FakeApi) -> Context {
+    Context {
+        cluster: api.cluster(),
+        store: Arc::new(Store::new(Defaults::default())),
+        turns: Arc::default(),
+        metrics: Metrics::new(),
+        config: Arc::new(Config::default()),
+    }
+}
 
 /// A healthy shared card.
 pub fn card(uuid: &str, memory: u64) -> CardFact {

@@ -11,7 +11,6 @@ pub mod unmanaged;
 pub mod void;
 
 use std::collections::BTreeMap;
-use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -81,18 +80,20 @@ pub async fn run(context: &Context, stop: &CancellationToken) {
     );
 }
 
-/// Calls `pass` after every change of the store, and again after the time it asks for, until `stop`.
-async fn drive<F, W>(context: &Context, stop: &CancellationToken, mut pass: F)
-where
-    F: FnMut() -> W,
-    W: Future<Output = Duration>,
-{
+/// Calls `pass` with what it remembers, after every change of the store, and again after the time it asks for, until
+/// `stop`.
+async fn drive<S>(
+    context: &Context,
+    stop: &CancellationToken,
+    mut state: S,
+    pass: impl AsyncFn(&Context, &mut S) -> Duration,
+) {
     let mut changes = context.store.changes();
     loop {
         changes.mark_unchanged();
         let again = tokio::select! {
             () = stop.cancelled() => return,
-            again = pass() => again,
+            again = pass(context, &mut state) => again,
         };
         let wait = async {
             tokio::select! {

@@ -134,13 +134,9 @@ fn waiting(facts: &Facts) -> Vec<&PodRecord> {
 pub(super) async fn run(context: &Context, stop: &CancellationToken) {
     // Whoever leads anew does not know what was missed: every node may have gained.
     let all = context.store.read(|facts| facts.ledger().nodes().cloned().collect());
-    let gains = tokio::sync::Mutex::new(Gains::default());
-    gains.lock().await.add(all, Instant::now());
-    drive(context, stop, || async {
-        let mut gains = gains.lock().await;
-        pass(context, &mut gains).await
-    })
-    .await;
+    let mut gains = Gains::default();
+    gains.add(all, Instant::now());
+    drive(context, stop, gains, pass).await;
 }
 
 async fn pass(context: &Context, gains: &mut Gains) -> Duration {

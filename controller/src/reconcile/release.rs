@@ -102,12 +102,7 @@ pub fn suspect(facts: &Facts, fact: &AllocationFact, allocation: &VGPUAllocation
 }
 
 pub(super) async fn run(context: &Context, stop: &CancellationToken) {
-    let patience = tokio::sync::Mutex::new(Patience::default());
-    drive(context, stop, || async {
-        let mut patience = patience.lock().await;
-        pass(context, &mut patience).await
-    })
-    .await;
+    drive(context, stop, Patience::default(), pass).await;
 }
 
 async fn pass(context: &Context, patience: &mut Patience) -> Duration {

@@ -25,12 +25,7 @@ struct Known {
 }
 
 pub(super) async fn run(context: &Context, stop: &CancellationToken) {
-    let known = tokio::sync::Mutex::new(Known::default());
-    drive(context, stop, || async {
-        let mut known = known.lock().await;
-        pass(context, &mut known).await
-    })
-    .await;
+    drive(context, stop, Known::default(), pass).await;
     // Another replica counts from now on.
     context.metrics.unmanaged_gpu_pods.set(0);
 }
@@ -94,14 +89,11 @@ mod tests {
     use std::sync::Arc;
 
     use k8s_openapi::api::core::v1::Pod;
-    use mullion_core::request::Defaults;
     use serde_json::json;
 
     use super::*;
     use crate::config::Config;
     use crate::fake_api::FakeApi;
-    use crate::metrics::Metrics;
-    use crate::store::Store;
 
     // WH-04, HA-04: every pod is told once; evicted only where its next one comes through the webhook.
     #[tokio::test(start_paused = true)]
@@ -115,13 +107,8 @@ mod tests {
             ("no way out", UnmanagedPods::Evict, true, json!({"mullion.io/webhook": "yes"}), true),
         ] {
             let api = FakeApi::default();
-            let context = Context {
-                cluster: api.cluster(),
-                store: Arc::new(Store::new(Defaults::default())),
-                turns: Arc::default(),
-                metrics: Metrics::new(),
-                config: Arc::new(Config { unmanaged_pods: mode, ..Config::default() }),
-            };
+            let config = Arc::new(Config { unmanaged_pods: mode, ..Config::default() });
+            let context = Context { config, ..crate::fixtures::context(&api) };
             let owners = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "r", "controller": owned}]);
             let pod = json!({"metadata": {"name": "p", "namespace": "ns", "uid": "u", "ownerReferences": owners},
                 "spec": {"schedulerName": "default-scheduler", "containers": [

@@ -80,12 +80,7 @@ struct Known {
 }
 
 pub(super) async fn run(context: &Context, stop: &CancellationToken) {
-    let known = tokio::sync::Mutex::new(Known::default());
-    drive(context, stop, || async {
-        let mut known = known.lock().await;
-        pass(context, &mut known).await
-    })
-    .await;
+    drive(context, stop, Known::default(), pass).await;
 }
 
 async fn pass(context: &Context, known: &mut Known) -> Duration {

@@ -1,30 +1,16 @@
 //! What looks wrong, as a table; and the exact calls when it is acted on.
 
-use std::sync::Arc;
-
 use k8s_openapi::api::core::v1::{Node, Pod};
 use mullion_core::facts::Event;
 use mullion_core::request::Defaults;
 use serde_json::json;
 
 use super::*;
-use crate::config::Config;
 use crate::fake_api::{FakeApi, Fault};
-use crate::fixtures::{card, node as gpu_node};
-use crate::metrics::Metrics;
+use crate::fixtures::{card, context, node as gpu_node};
 use crate::store::Store;
 
 const NAME: &str = "vgpuallocations/ns/p-u1";
-
-fn context(api: &FakeApi) -> Context {
-    Context {
-        cluster: api.cluster(),
-        store: Arc::new(Store::new(Defaults::default())),
-        turns: Arc::default(),
-        metrics: Metrics::new(),
-        config: Arc::new(Config::default()),
-    }
-}
 
 fn allocation(conditions: &[&str], finalizer: bool) -> serde_json::Value {
     let conditions: Vec<_> = conditions

@@ -5,12 +5,8 @@ use mullion_core::request::Defaults;
 use serde_json::json;
 
 use super::*;
-use std::sync::Arc;
-
-use crate::config::Config;
 use crate::fake_api::FakeApi;
-use crate::fixtures::{card, kube_node, node};
-use crate::metrics::Metrics;
+use crate::fixtures::{card, context, kube_node, node};
 use crate::store::Store;
 
 fn allocation(name: &str, sequence: u64, memory: u64, phase: &str, uuid: &str) -> serde_json::Value {
@@ -93,16 +89,6 @@ fn who_cannot_stay() {
         if want == Some("AllocationFailed") {
             assert!(found.unwrap().text.contains("HookMissing: no libvgpu.so"), "{case}");
         }
-    }
-}
-
-fn context(api: &FakeApi) -> Context {
-    Context {
-        cluster: api.cluster(),
-        store: Arc::new(Store::new(Defaults::default())),
-        turns: Arc::default(),
-        metrics: Metrics::new(),
-        config: Arc::new(Config::default()),
     }
 }
 
