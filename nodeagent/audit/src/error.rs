@@ -84,6 +84,15 @@ pub enum Error {
         #[source]
         source: Arc<sqlx::migrate::MigrateError>,
     },
+    /// The file is not the one that was opened.
+    #[error(
+        "audit log {path} was removed or replaced while the agent writes it: put the file back, or restart the agent to \
+         begin a new one"
+    )]
+    Replaced {
+        /// The log.
+        path: PathBuf,
+    },
     /// The operating system refused.
     #[error("cannot {doing} audit log {path}: check the path, its permissions and its file system (no NFS)")]
     Io {
@@ -175,6 +184,7 @@ impl Error {
             Self::NotALog { .. } => "AuditNotALog",
             Self::NotFound { .. } => "AuditNotFound",
             Self::Schema { .. } => "AuditSchema",
+            Self::Replaced { .. } => "AuditReplaced",
             Self::Io { .. } | Self::Database { .. } => "AuditIo",
             Self::KeyReused { .. } => "AuditKeyReused",
             Self::Encode { .. } => "AuditEncode",

@@ -1,5 +1,5 @@
 use std::fs::{File, OpenOptions, TryLockError};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -124,8 +124,15 @@ impl AuditLog {
         info!(path = %path.display(), %head, "opened audit log");
         let (health_in, health) = watch::channel(Health { head, failure: None });
         let (messages, inbox) = mpsc::channel(QUEUE);
-        let writer =
-            Writer { options, clock: Box::new(clock), connection: Some(connection), health: health_in, lock };
+        let file = identity(&path).map_err(|e| Error::io(&path, "open", e))?;
+        let writer = Writer {
+            options,
+            clock: Box::new(clock),
+            connection: Some(connection),
+            file,
+            health: health_in,
+            lock,
+        };
         tokio::spawn(writer.run(inbox));
         Ok(Self { messages, health, path: path.into() })
     }
@@ -233,6 +240,11 @@ fn create(path: &Path) -> Result<(), Error> {
     }
 }
 
+/// Tells files apart, whatever name they have.
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    std::fs::metadata(path).map(|file| (file.dev(), file.ino()))
+}
+
 async fn connect(options: &Options) -> Result<SqliteConnection, Error> {
     SqliteConnectOptions::new()
         .filename(&options.path)
@@ -259,6 +271,8 @@ struct Writer {
     clock: Box<dyn Fn() -> Timestamp + Send + Sync>,
     /// `None` after a failed write: what state the connection is in is not worth knowing, a new one is clean.
     connection: Option<SqliteConnection>,
+    /// The file that was opened.
+    file: (u64, u64),
     health: watch::Sender<Health>,
     lock: File,
 }
@@ -329,6 +343,10 @@ impl Writer {
     /// One transaction for all requests. The inner results are for each request alone; an error out here is
     /// everybody's.
     async fn write(&mut self, requests: &[Vec<Entry>]) -> Result<Vec<Result<Vec<Seq>, Error>>, Error> {
+        // A row in a file without a name is lost with the agent, however well it was written.
+        if identity(&self.options.path).ok() != Some(self.file) {
+            return Err(Error::Replaced { path: self.options.path.clone() });
+        }
         let mut connection = match self.connection.take() {
             Some(connection) => connection,
             None => connect(&self.options).await?,

@@ -141,6 +141,30 @@ async fn appends_to_a_closed_log_are_refused() {
     assert_eq!(clone.append(refused("late")).await.unwrap_err().code(), "AuditClosed");
 }
 
+/// Rows in a file without a name would be acknowledged and lost.
+#[tokio::test]
+async fn a_log_that_is_taken_from_under_its_writer_takes_no_row_until_it_is_back() {
+    let at = place();
+    let log = open(&at.path).await;
+    log.append(refused("before")).await.unwrap();
+    let aside = at.path.with_extension("aside");
+    for (case, other) in [("removed", None), ("replaced", Some(b"another".as_slice()))] {
+        std::fs::rename(&at.path, &aside).unwrap();
+        if let Some(bytes) = other {
+            std::fs::write(&at.path, bytes).unwrap();
+        }
+        assert_eq!(log.append(refused(case)).await.unwrap_err().code(), "AuditReplaced", "{case}");
+        assert!(!log.health().is_ok(), "{case}");
+        std::fs::rename(&aside, &at.path).unwrap();
+        log.append(refused("back")).await.unwrap();
+        assert!(log.health().is_ok(), "{case}");
+    }
+    log.close().await;
+    let kinds: Vec<String> = rows(&at.path).await.into_iter().map(|row| row.kind).collect();
+    assert_eq!(kinds, ["PrepareRefused", "AuditGap", "PrepareRefused", "AuditGap", "PrepareRefused"]);
+    assert!(verify(&at.path).await.is_ok());
+}
+
 #[tokio::test]
 async fn files_that_are_no_log_are_left_alone() {
     let at = place();
