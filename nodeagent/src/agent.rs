@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 use crate::api::{self, Watches};
-use crate::audit::Audit;
+use crate::audit::{Audit, carried_over};
 use crate::checkpoint;
 use crate::config::Settings;
 use crate::device_plugin::server::{Prepare, Service};
@@ -30,7 +30,7 @@ use crate::inventory::Publisher;
 use crate::metrics::{self, Metrics};
 use crate::nvml::{self, DriverHandle, EventThread};
 use crate::prepare::driver_files::Finder;
-use crate::prepare::{Preparer, files};
+use crate::prepare::{Preparer, container_folder, files};
 use crate::release::{self, Releaser};
 use crate::state::{Key, State};
 use crate::status::Syncer;
@@ -148,7 +148,8 @@ impl Agent {
             is_registered.clone(),
             self.facts.clone(),
         );
-        let signs = keep_signs(settings.clone(), Arc::clone(&self.shared), finder, is_registered);
+        let signs =
+            keep_signs(settings.clone(), Arc::clone(&self.shared), finder, self.audit.clone(), is_registered);
         self.spawn(slots);
         self.spawn(signs);
     }
@@ -162,6 +163,7 @@ impl Agent {
             Arc::clone(&self.metrics),
             self.settings.node.clone(),
         );
+        self.spawn(keep_bounds(self.settings.clone(), Arc::clone(&self.shared), announcer.clone()));
         let watcher = Watcher {
             driver,
             xids,
@@ -249,7 +251,7 @@ async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<Strin
 /// Opens the audit log; where the state file was lost, takes from the log what is held.
 async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
     let (node, boot_id) = shared.read(|w| (w.node.clone(), w.boot_id.clone()));
-    audit.open(&node).await;
+    let new = audit.open(&node).await;
     if state.fresh {
         match audit.held(&node).await {
             Ok((facts, grants)) => {
@@ -260,8 +262,18 @@ async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
                     }
                 }
                 shared.change(|world| {
+                    // What the API server has listed meanwhile is all there is.
+                    let listed = world.allocations_listed;
                     for fact in facts {
-                        world.ledger.apply(&Event::AllocationObserved(fact));
+                        if world.allocations.contains_key(&fact.uid) {
+                            let (prepared, init_done) = (fact.prepared, fact.init_done);
+                            world.mark(&fact.uid, |f| {
+                                f.prepared |= prepared;
+                                f.init_done |= init_done;
+                            });
+                        } else if !listed {
+                            world.ledger.apply(&Event::AllocationObserved(fact));
+                        }
                     }
                     for grant in grants {
                         world.grants.entry(grant.grant.clone()).or_insert(grant);
@@ -276,6 +288,16 @@ async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
     let event = AuditEvent::AgentStarted { boot_id, agent_version: env!("CARGO_PKG_VERSION").to_owned() };
     if let Err(error) = audit.append(event).await {
         warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
+    }
+    let rows = if new { shared.read(carried_over) } else { Vec::new() };
+    if !rows.is_empty() {
+        warn!(
+            rows = rows.len(),
+            "the audit log is new and the agent is not: what is held is written down again"
+        );
+        if let Err(error) = audit.append_many(rows).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not carried over");
+        }
     }
     std::future::pending::<()>().await;
 }
@@ -338,10 +360,12 @@ async fn keep_signs(
     settings: Settings,
     shared: Arc<Shared>,
     finder: Arc<Finder>,
+    audit: Audit,
     mut registered: watch::Receiver<bool>,
 ) {
     loop {
         let specs = finder.find().await;
+        let takes_rows = audit.check().await;
         let cdi = if specs.is_empty() {
             let dirs: Vec<_> = settings.driver_cdi_dirs.iter().map(|d| d.display().to_string()).collect();
             Err(format!(
@@ -366,11 +390,51 @@ async fn keep_signs(
             world.signs.topology = topology;
             world.signs.rivals = rivals;
             world.signs.registered = is_registered;
+            if takes_rows.is_some() {
+                world.signs.audit = takes_rows;
+            }
             before != world.signs
         });
         if matches!(tokio::time::timeout(LOOK, registered.changed()).await, Ok(Err(_))) {
             return;
         }
+    }
+}
+
+/// Keeps usage files at their length: they lie on the node's disk, and nobody charges a tenant for it.
+async fn keep_bounds(settings: Settings, shared: Arc<Shared>, announcer: Announcer) {
+    let mut told = BTreeSet::new();
+    loop {
+        let grants: Vec<_> = shared.read(|w| {
+            let pod = |uid: &str| w.ledger.allocation(&uid.into()).map(|fact| fact.pod.clone());
+            w.grants.values().map(|g| (g.clone(), pod(&g.allocation))).collect()
+        });
+        told.retain(|name: &String| grants.iter().any(|(g, _)| g.grant == *name));
+        for (grant, pod) in grants {
+            match files::cut_usage_file(&container_folder(&settings, &grant.pod, &grant.container)) {
+                Ok(None) => {}
+                Ok(Some(length)) => {
+                    // Who does it once does it again; one Event says it.
+                    if told.insert(grant.grant) {
+                        warn!(
+                            pod_uid = grant.pod,
+                            container = grant.container,
+                            length,
+                            "usage file cut back"
+                        );
+                        if let Some(pod) = pod {
+                            announcer.usage_cut(&pod, &grant.container, length);
+                        }
+                    }
+                }
+                Err(error) => {
+                    if told.insert(grant.grant) {
+                        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "usage file not bounded");
+                    }
+                }
+            }
+        }
+        tokio::time::sleep(LOOK).await;
     }
 }
 

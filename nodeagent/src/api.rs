@@ -50,7 +50,8 @@ pub async fn append_facts(audit: Audit, mut facts: mpsc::UnboundedReceiver<Entry
 }
 
 /// An entry in the trace of its pod.
-fn traced(event: AuditEvent) -> Entry {
+#[must_use]
+pub fn traced(event: AuditEvent) -> Entry {
     let trace = event.pod().map(|p| mullion_telemetry::trace_id(&p.uid).to_string());
     let entry = Entry::from(event);
     match trace {
@@ -229,10 +230,9 @@ impl Watches {
                 Event::Delete(pod) => {
                     let uid = PodUid(pod.uid().unwrap_or_default());
                     self.shared.change_if(|world| {
-                        if world.allocation_of(&uid).is_some() {
-                            world.deleted_pods.insert(uid.clone());
-                        }
-                        world.pods.as_mut().is_some_and(|p| p.remove(&uid).is_some())
+                        let had = world.allocation_of(&uid).is_some();
+                        let new = had && world.deleted_pods.insert(uid.clone());
+                        world.pods.as_mut().is_some_and(|p| p.remove(&uid).is_some()) || new
                     });
                 }
             }

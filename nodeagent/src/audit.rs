@@ -8,17 +8,23 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use jiff::Timestamp;
-use mullion_audit::{AuditLog, AuditReader, ContainerKind, Entry, HeldAllocation, Options};
+use mullion_audit::{AuditLog, AuditReader, ContainerKind, Entry, Event, Head, HeldAllocation, Options};
 use mullion_core::facts::{AllocationFact, ContainerGrant, ContainerKind as CoreKind, DeviceGrant, PodRef};
+use mullion_core::ledger::Standing;
 use mullion_core::units::{CoreShare, Mib, NodeName};
 use tokio::sync::watch;
 use tracing::warn;
 
+use crate::api::traced;
 use crate::error::Error;
+use crate::prepare::{allocation_ref, pod_ref, prepared, reserved};
 use crate::state::Grant;
+use crate::world::World;
 
 /// How long an append waits for the log to be opened.
 const PATIENCE: Duration = Duration::from_secs(6);
+/// How long [`Audit::check`] waits for it.
+const OPENING: Duration = Duration::from_secs(1);
 /// Pause between two tries to open it.
 const RETRY: Duration = Duration::from_secs(5);
 
@@ -44,13 +50,14 @@ impl Audit {
         Self { log: watch::Sender::new(Log::Opening), path }
     }
 
-    /// Opens the log, and tries until it can.
-    pub async fn open(&self, node: &NodeName) {
+    /// Opens the log, and tries until it can. Returns whether it is a new one.
+    pub async fn open(&self, node: &NodeName) -> bool {
         loop {
             match open(Options::new(&self.path, node.as_str())).await {
                 Ok(log) => {
+                    let new = log.health().head == Head::EMPTY;
                     self.log.send_replace(Log::Open(log));
-                    return;
+                    return new;
                 }
                 Err(error) => {
                     let chain = mullion_telemetry::source_chain(&error);
@@ -93,6 +100,21 @@ impl Audit {
         matches!(&*self.log.borrow(), Log::Open(log) if log.health().is_ok())
     }
 
+    /// Whether the log takes rows, and why not; one that failed is tried again. `None` while it is being opened.
+    pub async fn check(&self) -> Option<Result<(), (&'static str, String)>> {
+        let said = |error: &mullion_audit::Error| (error.code(), error.to_string());
+        let mut log = self.log.subscribe();
+        // At the start it is a matter of milliseconds.
+        let _ = tokio::time::timeout(OPENING, log.wait_for(|l| !matches!(l, Log::Opening))).await.is_ok();
+        let log = log.borrow().clone();
+        match log {
+            Log::Opening => None,
+            Log::Failed(error) => Some(Err(said(&error))),
+            Log::Open(log) if log.health().is_ok() => Some(Ok(())),
+            Log::Open(log) => Some(log.probe().await.map_err(|error| said(&error))),
+        }
+    }
+
     /// Writes what is queued and gives the log up.
     pub async fn close(&self) {
         let log = self.log.send_replace(Log::Opening);
@@ -121,6 +143,23 @@ async fn open(options: Options) -> Result<AuditLog, mullion_audit::Error> {
     let opened =
         tokio::task::spawn_blocking(move || runtime.block_on(AuditLog::open(options, Timestamp::now)));
     opened.await.unwrap_or(Err(mullion_audit::Error::Closed { path }))
+}
+
+/// What is held on this node, as rows for a log that is new while the agent is not: the former one was removed.
+#[must_use]
+pub fn carried_over(world: &World) -> Vec<Entry> {
+    let mut events = Vec::new();
+    for fact in world.ledger.allocations_on(&world.node).filter(|fact| !fact.released) {
+        if !matches!(world.ledger.standing(&fact.uid), Some(Standing::Holds | Standing::DeviceGone { .. })) {
+            continue;
+        }
+        events.push(reserved(fact));
+        events.extend(world.grants_of(&fact.uid).filter_map(|grant| prepared(fact, grant)));
+        if fact.init_done {
+            events.push(Event::InitDone { allocation: allocation_ref(fact), pod: pod_ref(&fact.pod) });
+        }
+    }
+    events.into_iter().map(traced).collect()
 }
 
 fn held(
@@ -177,4 +216,69 @@ fn held(
         }
     }
     (facts, grants)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mullion_core::facts;
+    use mullion_crds::vgpuallocation::{
+        ContainerAllocation, Device, Kind, PodReference, VGPUAllocation, VGPUAllocationSpec,
+    };
+
+    #[tokio::test]
+    async fn a_new_log_gets_what_the_agent_holds_and_gives_it_back() {
+        let container = |name: &str, kind| ContainerAllocation {
+            name: name.to_owned(),
+            kind,
+            devices: vec![Device {
+                uuid: "GPU-a".to_owned(),
+                memory_mib: 3000,
+                core_percent: 30,
+                ..Device::default()
+            }],
+            ..ContainerAllocation::default()
+        };
+        let spec = VGPUAllocationSpec {
+            pod: PodReference { name: "p".to_owned(), uid: "pod-uid".to_owned() },
+            node_name: "n".to_owned(),
+            sequence: 7,
+            containers: vec![container("i", Kind::Init), container("a", Kind::App)],
+            ..VGPUAllocationSpec::default()
+        };
+        let mut object = VGPUAllocation::new("p-pod-uid", spec);
+        object.metadata.uid = Some("uid".to_owned());
+        object.metadata.namespace = Some("default".to_owned());
+        let mut world = World { node: "n".into(), ..World::default() };
+        world.see_allocation(object);
+        let grant = Grant {
+            grant: "0123456789abcdef".to_owned(),
+            allocation: "uid".to_owned(),
+            pod: "pod-uid".to_owned(),
+            container: "a".to_owned(),
+            device_ids: vec!["slot-0003".to_owned()],
+            enforced: false,
+        };
+        world.grants.insert(grant.grant.clone(), grant.clone());
+        world.mark(&"uid".into(), |fact| (fact.prepared, fact.init_done) = (true, true));
+        let want: Vec<facts::AllocationFact> = world.ledger.allocations_on(&world.node).cloned().collect();
+
+        let folder = tempfile::tempdir().unwrap();
+        let audit = Audit::new(folder.path().join("audit.db"));
+        assert!(audit.open(&world.node).await, "new");
+        let rows = carried_over(&world);
+        let kinds: Vec<&str> = rows.iter().map(|r| r.event.kind()).collect();
+        assert_eq!(kinds, ["AllocationReserved", "Prepared", "InitDone"]);
+        audit.append_many(rows).await.unwrap();
+        let (facts, grants) = audit.held(&world.node).await.unwrap();
+        let plain = |f: &facts::AllocationFact| {
+            let mut containers = f.containers.clone();
+            containers.sort_by(|a, b| a.name.cmp(&b.name));
+            (f.uid.clone(), f.pod.clone(), f.sequence, f.prepared, f.init_done, containers)
+        };
+        assert_eq!(facts.iter().map(plain).collect::<Vec<_>>(), want.iter().map(plain).collect::<Vec<_>>());
+        assert_eq!(grants, [grant]);
+        audit.close().await;
+        assert!(!audit.open(&world.node).await, "not new any more");
+    }
 }

@@ -74,6 +74,18 @@ impl Cgroups {
         Ok(once)
     }
 
+    /// Where pods are expected: what was found before while it is there, else what a search finds.
+    ///
+    /// # Errors
+    /// As [`Self::search`].
+    pub fn place(&self) -> Result<PathBuf, Error> {
+        let known = self.found.lock().first().cloned();
+        if let Some(place) = known.filter(|place| place.is_dir()) {
+            return Ok(place);
+        }
+        self.search()?.into_iter().next().ok_or_else(|| Error::CgroupUnseen { mount: self.mount.clone() })
+    }
+
     fn hierarchies(&self) -> io::Result<Vec<PathBuf>> {
         if self.mount.join("cgroup.controllers").exists() {
             return Ok(vec![self.mount.clone()]);
@@ -174,6 +186,32 @@ pub fn process_of(proc: &Path, pod: &str) -> io::Result<Option<u32>> {
     Ok(None)
 }
 
+/// Whether anything of the pod is left, by two witnesses that must agree: a pod whose cgroup is kept where nobody looks
+/// has its processes in `proc` all the same.
+///
+/// # Errors
+/// As [`Cgroups::remains`], or when the processes cannot be listed: then nothing is proved.
+pub fn is_alive(cgroups: &Cgroups, proc: &Path, pod: &str) -> Result<bool, Error> {
+    let listed = |source| Error::file("list", proc)(source);
+    Ok(cgroups.remains(pod)?.is_some() || process_of(proc, pod).map_err(listed)?.is_some())
+}
+
+/// Where pods' cgroups are seen; `running` is a pod that runs, whose cgroup must show there.
+///
+/// # Errors
+/// [`Error::CgroupUnseen`] where no kubelet keeps pods, [`Error::CgroupElsewhere`] where the running pod's processes show
+/// and its cgroup does not.
+pub fn place(cgroups: &Cgroups, proc: &Path, running: Option<&str>) -> Result<PathBuf, Error> {
+    let place = cgroups.place()?;
+    let Some(pod) = running else { return Ok(place) };
+    let seen = || Ok::<_, Error>(cgroups.remains(pod)?.is_some());
+    // Looked at once more behind the processes: it may just have ended.
+    if seen()? || process_of(proc, pod).map_err(Error::file("list", proc))?.is_none() || seen()? {
+        return Ok(place);
+    }
+    Err(Error::CgroupElsewhere { pod: pod.to_owned(), place })
+}
+
 /// Whether the process is the pod's, by its cgroup; false for one that is gone.
 #[must_use]
 pub fn is_of_pod(proc: &Path, pid: u32, pod: &str) -> bool {
@@ -272,6 +310,35 @@ mod tests {
         }
         let none = Cgroups::new("/nonexistent".into(), "/");
         assert_eq!(none.remains(POD).unwrap_err().code(), "FileFailed");
+    }
+
+    #[test]
+    fn both_witnesses_must_say_that_a_pod_is_over() {
+        let (mount, proc) = (mount(true, &["kubepods"]), tempfile::tempdir().unwrap());
+        let cgroups = Cgroups::new(mount.path().into(), "/");
+        let group = mount.path().join(format!("kubepods/burstable/pod{POD}"));
+        let process = proc.path().join("17");
+        let place = mount.path().join("kubepods");
+        let seen = |running| place_code(&cgroups, proc.path(), running);
+        assert!(!is_alive(&cgroups, proc.path(), POD).unwrap());
+        assert_eq!(seen(Some(POD)), Ok(place.clone()), "it has just ended");
+        fs::create_dir_all(&group).unwrap();
+        assert!(is_alive(&cgroups, proc.path(), POD).unwrap());
+        assert_eq!(seen(Some(POD)), Ok(place.clone()));
+        fs::remove_dir(&group).unwrap();
+        fs::create_dir(&process).unwrap();
+        fs::write(process.join("cgroup"), format!("0::/elsewhere/pod{POD}/ctr\n")).unwrap();
+        assert!(is_alive(&cgroups, proc.path(), POD).unwrap());
+        assert_eq!(seen(Some(POD)), Err("CgroupElsewhere"));
+        assert_eq!(seen(None), Ok(place));
+        fs::remove_dir(mount.path().join("kubepods/burstable")).unwrap();
+        fs::remove_dir(mount.path().join("kubepods")).unwrap();
+        assert_eq!(seen(None), Err("CgroupUnseen"));
+        assert!(is_alive(&cgroups, &proc.path().join("none"), POD).is_err());
+    }
+
+    fn place_code(cgroups: &Cgroups, proc: &Path, running: Option<&str>) -> Result<PathBuf, &'static str> {
+        place(cgroups, proc, running).map_err(|e| e.code())
     }
 
     #[test]

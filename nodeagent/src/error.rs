@@ -45,6 +45,17 @@ pub enum Error {
         /// Where cgroups are looked for.
         mount: PathBuf,
     },
+    /// Pods' cgroups are kept in another place than the one that was found.
+    #[error(
+        "pod {pod} runs, but its cgroup is not below {place:?}: set cgroupRoot to the kubelet's; until then only \
+         processes prove that a pod is over"
+    )]
+    CgroupElsewhere {
+        /// Uid of a pod that runs.
+        pod: String,
+        /// Where cgroups of pods were found.
+        place: PathBuf,
+    },
     /// The state file refuses.
     #[error(
         "the state file {path:?} cannot be used ({action}): stop the agent and remove it, it is made anew from the \
@@ -151,6 +162,7 @@ impl Error {
             Self::File { source, .. } if source.kind() == io::ErrorKind::StorageFull => "DiskFull",
             Self::File { .. } => "FileFailed",
             Self::CgroupUnseen { .. } => "CgroupUnseen",
+            Self::CgroupElsewhere { .. } => "CgroupElsewhere",
             Self::State { .. } => "StateFailed",
             Self::StateValue { .. } => "StateValueInvalid",
             Self::Audit { source } => source.code(),

@@ -1,10 +1,12 @@
-//! What Kubernetes users see as Events: a card that failed or came back, on the node and on the pods that have it.
+//! What Kubernetes users see as Events: a card that failed or came back, on the node and on the pods that have it, and
+//! a tenant who breaks a bound.
 
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::Client;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use mullion_core::facts::PodRef;
 use mullion_core::units::NodeName;
 use tracing::warn;
 
@@ -54,6 +56,21 @@ impl Announcer {
         }
     }
 
+    /// A container's usage file had to be cut back: an Event on its pod.
+    pub fn usage_cut(&self, pod: &PodRef, container: &str, length: u64) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "UsageFileCut".to_owned(),
+            note: Some(format!(
+                "container {container} made its usage file {length} bytes long, {} is right: it was cut back",
+                mullion_region::usage::FILE_LEN
+            )),
+            action: "CheckUsageFile".to_owned(),
+            secondary: None,
+        };
+        self.publish(event, of_pod(pod));
+    }
+
     fn node(&self) -> ObjectReference {
         ObjectReference {
             api_version: Some("v1".to_owned()),
@@ -69,15 +86,7 @@ impl Announcer {
             let held = w.ledger.allocations_on(&w.node).filter(|a| !a.released && a.prepared);
             let held = held
                 .filter(|a| a.containers.iter().flat_map(|c| &c.devices).any(|d| d.uuid.as_str() == card));
-            held.map(|a| ObjectReference {
-                api_version: Some("v1".to_owned()),
-                kind: Some("Pod".to_owned()),
-                namespace: Some(a.pod.namespace.clone()),
-                name: Some(a.pod.name.clone()),
-                uid: Some(a.pod.uid.0.clone()),
-                ..ObjectReference::default()
-            })
-            .collect()
+            held.map(|a| of_pod(&a.pod)).collect()
         })
     }
 
@@ -91,5 +100,16 @@ impl Announcer {
                 warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "Event lost");
             }
         });
+    }
+}
+
+fn of_pod(pod: &PodRef) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        namespace: Some(pod.namespace.clone()),
+        name: Some(pod.name.clone()),
+        uid: Some(pod.uid.0.clone()),
+        ..ObjectReference::default()
     }
 }

@@ -128,7 +128,21 @@ fn conditions(world: &World) -> Vec<Sign> {
             ),
         )
     };
-    vec![cdi, driver, plugin, rivals, topology]
+    let cgroups = match &world.signs.cgroups {
+        Some(Ok(place)) => {
+            sign("PodCgroupsSeen", "True", "Found", &format!("pods' cgroups are below {place}"))
+        }
+        Some(Err(problem)) => sign("PodCgroupsSeen", "False", "CgroupUnseen", problem),
+        None => sign("PodCgroupsSeen", "Unknown", "NotLooked", "not looked for yet"),
+    };
+    let audit = match &world.signs.audit {
+        Some(Ok(())) => sign("AuditWritable", "True", "TakesRows", "the audit log takes rows"),
+        Some(Err((code, problem))) => {
+            sign("AuditWritable", "False", code, &format!("no new GPU container starts here: {problem}"))
+        }
+        None => sign("AuditWritable", "Unknown", "NotTried", "the audit log has not been opened yet"),
+    };
+    vec![audit, cdi, driver, plugin, cgroups, rivals, topology]
 }
 
 fn dated(sign: Sign, before: &[Condition], now: Timestamp) -> Condition {
@@ -264,7 +278,8 @@ impl Publisher {
     /// Whether something is to be written; nothing is until the node, its object and the driver are known.
     fn pending(&self) -> Difference {
         self.shared.read(|w| {
-            let ready = w.gpunode_known && !w.node_uid.is_empty() && w.signs.cdi.is_some();
+            let looked = w.signs.cdi.is_some() && w.signs.cgroups.is_some() && w.signs.audit.is_some();
+            let ready = w.gpunode_known && !w.node_uid.is_empty() && looked;
             if !ready || w.driver == Driver::Unknown {
                 return Difference::None;
             }
@@ -416,9 +431,16 @@ mod tests {
             ("CDISpecFound", "True"),
             ("TopologyAligned", "Unknown"),
             ("ResourceConflict", "False"),
+            ("PodCgroupsSeen", "Unknown"),
+            ("AuditWritable", "Unknown"),
         ] {
             assert_eq!(condition(&seen, kind).0, want, "{kind}");
         }
+        world.signs.cgroups = Some(Err("no kubelet".to_owned()));
+        world.signs.audit = Some(Err(("AuditDiskFull", "no space".to_owned())));
+        let seen = status(&world);
+        assert_eq!(condition(&seen, "PodCgroupsSeen"), ("False".to_owned(), "CgroupUnseen".to_owned()));
+        assert_eq!(condition(&seen, "AuditWritable"), ("False".to_owned(), "AuditDiskFull".to_owned()));
         let illness = Illness { xid: Some(79), message: "XID 79".to_owned() };
         let health = &mut world.cards.as_mut().unwrap().get_mut("A").unwrap().health;
         (health.illness, health.last_xid) = (Some(illness), Some(79));

@@ -2,7 +2,7 @@
 //!
 //! What starts it is a pod that has ended or is gone, never a deletion timestamp of the allocation (a namespace that is
 //! deleted marks allocations while pods run). What frees the capacity is proof: the pod's cgroup is gone in every
-//! hierarchy and none of its processes is on its cards.
+//! hierarchy, no process of the node is in one, and none of the pod's is on its cards.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,15 +13,17 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client, ResourceExt};
-use mullion_audit::{Entry, Event as AuditEvent};
+use mullion_audit::Event as AuditEvent;
 use mullion_core::facts::AllocationFact;
 use mullion_core::units::{AllocationUid, PodUid};
 use mullion_crds::names::{AGENT_MANAGER, FINALIZER};
 use mullion_crds::vgpuallocation::{Phase, VGPUAllocation};
+use mullion_telemetry::pod_span;
 use serde_json::json;
 use tokio::time::Instant;
-use tracing::{debug, info, warn};
+use tracing::{Instrument, debug, info, warn};
 
+use crate::api::traced;
 use crate::audit::Audit;
 use crate::cgroup::{self, Cgroups};
 use crate::config::Settings;
@@ -31,7 +33,7 @@ use crate::nvml::DriverHandle;
 use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
 use crate::state::State;
 use crate::status::{self, Claim};
-use crate::world::{Driver, Shared, World};
+use crate::world::{Driver, PodSeen, Shared, World};
 
 /// How often proof is looked for while something is being released.
 const POLL: Duration = Duration::from_millis(100);
@@ -41,6 +43,9 @@ const SLOWEST: Duration = Duration::from_secs(5);
 const LAG: Duration = Duration::from_secs(3);
 /// How often files without an owner are looked for, and how old they must be.
 const SWEEP: Duration = Duration::from_secs(20);
+
+/// All processes of the node: the agent shares its namespace of them.
+const PROC: &str = "/proc";
 
 /// Why an allocation is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,6 +130,7 @@ impl Releaser {
     /// Runs until dropped. Sleeps while nothing is over.
     pub async fn run(self) {
         let cgroups = Cgroups::new(self.settings.cgroup_mount.clone(), &self.settings.cgroup_root);
+        self.look(&cgroups).await;
         let mut bell = self.shared.bell();
         let mut leaving: BTreeMap<AllocationUid, Leaving> = BTreeMap::new();
         let mut missing: BTreeMap<AllocationUid, Instant> = BTreeMap::new();
@@ -155,6 +161,7 @@ impl Releaser {
                 }
             }
             if sweep <= Instant::now() {
+                self.look(&cgroups).await;
                 self.sweep(&cgroups).await;
                 sweep = Instant::now() + SWEEP;
             }
@@ -235,21 +242,32 @@ impl Releaser {
         else {
             return Ok(true);
         };
+        if !fact.released && !self.is_proved(&fact, cgroups).await? {
+            return Ok(false);
+        }
+        // Waiting is no part of the pod's trace: what begins here is.
+        let span = pod_span!("release", fact.pod.uid.as_str(), code = end.code());
+        self.finish(uid, &object, &fact, end).instrument(span).await?;
+        Ok(true)
+    }
+
+    async fn finish(
+        &self,
+        uid: &AllocationUid,
+        object: &VGPUAllocation,
+        fact: &AllocationFact,
+        end: End,
+    ) -> Result<(), Error> {
         if !fact.released {
-            if !self.is_proved(&fact, cgroups).await? {
-                return Ok(false);
-            }
-            self.clean(&fact)?;
+            self.clean(fact)?;
             let observation = self.shared.read(|w| u64::try_from(w.observation).unwrap_or(0));
             let event = AuditEvent::Released {
-                allocation: allocation_ref(&fact),
+                allocation: allocation_ref(fact),
                 pod: pod_ref(&fact.pod),
                 code: end.code().to_owned(),
                 observation,
             };
-            let trace = mullion_telemetry::trace_id(fact.pod.uid.as_str()).to_string();
-            let entry = Entry::from(event).traced(trace);
-            self.audit.append(entry).await?;
+            self.audit.append(traced(event)).await?;
             self.state.forget(uid.as_str()).await?;
             self.shared.change(|w| {
                 w.grants.retain(|_, g| g.allocation != uid.as_str());
@@ -259,21 +277,18 @@ impl Releaser {
         if self.shared.read(|w| w.orphans.contains(uid)) {
             self.shared.change(|w| w.lose_allocation(uid));
         } else {
-            self.let_go(&object, end).await?;
+            self.let_go(object, end).await?;
         }
         info!(namespace = fact.pod.namespace, pod = fact.pod.name, code = end.code(), "released");
-        Ok(true)
+        Ok(())
     }
 
     /// Whether nothing of the pod is left.
     async fn is_proved(&self, fact: &AllocationFact, cgroups: &Cgroups) -> Result<bool, Error> {
         let pod = fact.pod.uid.as_str();
-        if cgroups.remains(pod)?.is_some() {
-            return Ok(false);
-        }
-        // A second witness, for a pod whose cgroup is kept where nobody looks: what runs is in `/proc` all the same.
-        let proc = Path::new("/proc");
-        if cgroup::process_of(proc, pod).map_err(Error::file("list", proc))?.is_some() {
+        let (groups, uid) = (cgroups.clone(), pod.to_owned());
+        let lives = tokio::task::spawn_blocking(move || cgroup::is_alive(&groups, Path::new(PROC), &uid));
+        if lives.await.map_err(|source| Error::Broken { source })?? {
             return Ok(false);
         }
         let mut cards: Vec<String> =
@@ -285,7 +300,35 @@ impl Releaser {
             return Ok(true);
         }
         let pids = self.driver.pids(cards).await?;
-        Ok(!pids.values().flatten().any(|pid| cgroup::is_of_pod(proc, *pid, pod)))
+        Ok(!pids.values().flatten().any(|pid| cgroup::is_of_pod(Path::new(PROC), *pid, pod)))
+    }
+
+    /// Whether proof can be had: the pods' cgroups are where they are looked for. A pod that runs must show there.
+    async fn look(&self, cgroups: &Cgroups) {
+        let running = self.shared.read(|w| {
+            let mut pods = w.pods.iter().flatten().filter(|(_, pod)| !pod.ended);
+            let runs = |(uid, pod): &(&PodUid, &PodSeen)| {
+                let ours = w.allocation_of(uid).is_some_and(|(fact, _)| fact.prepared);
+                ours && pod.containers.values().any(|c| c.running.is_some())
+            };
+            pods.find(runs).map(|(uid, _)| uid.0.clone())
+        });
+        let groups = cgroups.clone();
+        let seen =
+            tokio::task::spawn_blocking(move || cgroup::place(&groups, Path::new(PROC), running.as_deref()));
+        let seen = match seen.await {
+            Ok(Ok(place)) => Ok(place.display().to_string()),
+            Ok(Err(error)) => Err(mullion_telemetry::source_chain(&error)),
+            Err(error) => Err(error.to_string()),
+        };
+        self.shared.change_if(|w| {
+            let changed = w.signs.cgroups.as_ref() != Some(&seen);
+            if changed && let Err(problem) = &seen {
+                warn!(problem, "pods' cgroups are not seen");
+            }
+            w.signs.cgroups = Some(seen);
+            changed
+        });
     }
 
     fn clean(&self, fact: &AllocationFact) -> Result<(), Error> {
@@ -475,7 +518,6 @@ pub fn remove_specs(cdi_dir: &Path) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::world::PodSeen;
     use mullion_crds::vgpuallocation::{PodReference, VGPUAllocationSpec};
     use std::collections::BTreeSet;
 

@@ -79,15 +79,16 @@ pub struct State {
 }
 
 impl State {
-    /// Opens `path`; a file that cannot be used is moved aside (`.broken`) and made anew.
+    /// Opens `path`; a file that is damaged is moved aside (`.broken`) and made anew.
     ///
     /// # Errors
-    /// [`Error::State`] when not even an empty file can be made.
+    /// [`Error::State`] for a file that cannot be opened and is not damaged (a full disk, a lock), or when not even an
+    /// empty one can be made.
     pub async fn open(path: &Path) -> Result<Self, Error> {
         let existed = path.exists();
         match Self::connect(path, !existed).await {
             Ok(state) => Ok(state),
-            Err(error) if existed => {
+            Err(error) if existed && is_damage(&error) => {
                 warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "state file made anew");
                 let suffixed = |suffix: &str| {
                     let mut name = path.as_os_str().to_owned();
@@ -123,7 +124,7 @@ impl State {
         let check: String =
             sqlx::query_scalar("PRAGMA quick_check(1)").fetch_one(&pool).await.map_err(failed("check"))?;
         if check != "ok" {
-            return Err(failed("check")(sqlx::Error::Protocol(check)));
+            return Err(failed("check")(sqlx::Error::Decode(check.into())));
         }
         for statement in SCHEMA {
             sqlx::query(statement).execute(&pool).await.map_err(failed("create"))?;
@@ -243,6 +244,21 @@ impl State {
     }
 }
 
+/// Whether the file itself is bad. All else passes, and what the file says is wanted then.
+fn is_damage(error: &Error) -> bool {
+    /// `SQLITE_CORRUPT` and `SQLITE_NOTADB`, <https://www.sqlite.org/rescode.html>.
+    const DAMAGE: [i32; 2] = [11, 26];
+    match error {
+        Error::State { source: sqlx::Error::Database(e), .. } => {
+            let code = e.code().and_then(|code| code.parse::<i32>().ok());
+            code.is_some_and(|code| DAMAGE.contains(&(code & 0xff)))
+        }
+        // What `quick_check` found, or text that is none.
+        Error::State { source: sqlx::Error::Decode(_) | sqlx::Error::ColumnDecode { .. }, .. } => true,
+        _ => false,
+    }
+}
+
 fn text<T: Serialize>(what: &'static str, value: &T) -> Result<String, Error> {
     serde_json::to_string(value).map_err(|source| Error::StateValue { what, source })
 }
@@ -297,6 +313,26 @@ mod tests {
         assert_eq!(state.get::<String>(Key::Observation).await.unwrap(), None, "another shape is dropped");
         assert_eq!(state.allocations::<String>().await.unwrap(), ["b"]);
         assert_eq!(state.grants().await.unwrap(), [grant("0c", "b"), grant("0d", "b")]);
+    }
+
+    /// Slots and grants thrown away at a full disk or a lock would be missing when it is over.
+    #[tokio::test]
+    async fn a_file_that_is_only_out_of_reach_is_kept() {
+        use sqlx::Connection as _;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.db");
+        let state = State::open(&path).await.unwrap();
+        state.put(Key::Observation, &8_i64).await.unwrap();
+        state.close().await;
+        let options = SqliteConnectOptions::new().filename(&path);
+        let mut other = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
+        sqlx::query("PRAGMA locking_mode = EXCLUSIVE").execute(&mut other).await.unwrap();
+        sqlx::query("BEGIN EXCLUSIVE").execute(&mut other).await.unwrap();
+        assert_eq!(State::open(&path).await.unwrap_err().code(), "StateFailed");
+        drop(other);
+        assert!(!folder.path().join("state.db.broken").exists());
+        let state = State::open(&path).await.unwrap();
+        assert_eq!(state.get::<i64>(Key::Observation).await.unwrap(), Some(8));
     }
 
     #[tokio::test]

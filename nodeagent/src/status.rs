@@ -19,6 +19,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
+use crate::api::traced;
 use crate::config::Settings;
 use crate::error::Error;
 use crate::metrics::Metrics;
@@ -322,7 +323,7 @@ impl Syncer {
         }
         self.shared.change(|world| world.mark(uid, |f| f.init_done = true));
         let event = AuditEvent::InitDone { allocation: allocation_ref(fact), pod: pod_ref(&fact.pod) };
-        let _ = self.facts.send(Entry::from(event));
+        let _ = self.facts.send(traced(event));
     }
 }
 

@@ -73,6 +73,10 @@ pub struct NodeSigns {
     pub topology: Option<String>,
     /// Sockets of other plugins for our resource.
     pub rivals: Vec<String>,
+    /// Where the kubelet keeps the cgroups of pods, or why nobody knows.
+    pub cgroups: Option<Result<String, String>>,
+    /// Whether the audit log takes rows, or why not; `None` until it was tried.
+    pub audit: Option<Result<(), (&'static str, String)>>,
 }
 
 /// An allocation that this node cannot give.

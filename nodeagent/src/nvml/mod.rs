@@ -315,45 +315,46 @@ fn listen_once(
 ) -> Result<(), Trouble> {
     let nvml = load(library)?;
     let count = nvml.device_count().map_err(|e| Trouble::new("nvmlDeviceGetCount_v2", &e))?;
-    let mut uuids = BTreeMap::new();
-    let mut set = nvml.create_event_set().map_err(|e| Trouble::new("nvmlEventSetCreate", &e))?;
-    for index in 0..count {
-        let Ok(device) = nvml.device_by_index(index) else { continue };
-        let Ok(uuid) = device.uuid() else { continue };
-        uuids.insert(sys::identity(&device), uuid);
-        set = match device.register_events(EventTypes::CRITICAL_XID_ERROR, set) {
-            Ok(set) => set,
-            // The set is used up by a failure; cards that cannot report must not silence the others.
-            Err(_) => return listen_to_rest(&nvml, index, stopped, events),
-        };
-    }
-    info!(cards = uuids.len(), "listening for XIDs");
-    wait(&nvml, &set, count, &uuids, stopped, events)
+    let mut deaf = BTreeMap::new();
+    let (set, uuids) = 'without: loop {
+        let mut uuids = BTreeMap::new();
+        let mut set = nvml.create_event_set().map_err(|e| Trouble::new("nvmlEventSetCreate", &e))?;
+        for index in (0..count).filter(|index| !deaf.contains_key(index)) {
+            let named = nvml.device_by_index(index).and_then(|device| Ok((device.uuid()?, device)));
+            let registered = named.map(|(uuid, device)| {
+                uuids.insert(sys::identity(&device), uuid);
+                device
+            });
+            let Ok(device) = registered else { continue };
+            set = match device.register_events(EventTypes::CRITICAL_XID_ERROR, set) {
+                Ok(set) => set,
+                // The set is used up by a failure; cards that cannot report must not silence the others.
+                Err(_) => {
+                    deaf.insert(index, reports(&nvml, index));
+                    continue 'without;
+                }
+            };
+        }
+        break (set, uuids);
+    };
+    info!(cards = uuids.len(), of = count, "listening for XIDs");
+    // What does not report now may do so when it is well again; what says that it does and was refused will not.
+    let missing: Vec<u32> = (0..count)
+        .filter(|index| match deaf.get(index) {
+            Some(refused) => !refused,
+            None => !nvml
+                .device_by_index(*index)
+                .and_then(|d| d.uuid())
+                .is_ok_and(|u| uuids.values().any(|k| *k == u)),
+        })
+        .collect();
+    wait(&nvml, &set, count, &uuids, &missing, stopped, events)
 }
 
-/// As [`listen_once`], without the card at `index`, which takes no registration.
-fn listen_to_rest(
-    nvml: &Nvml,
-    index: u32,
-    stopped: &AtomicBool,
-    events: &tokio_mpsc::UnboundedSender<XidSeen>,
-) -> Result<(), Trouble> {
-    let count = nvml.device_count().map_err(|e| Trouble::new("nvmlDeviceGetCount_v2", &e))?;
-    let mut uuids = BTreeMap::new();
-    let mut set = nvml.create_event_set().map_err(|e| Trouble::new("nvmlEventSetCreate", &e))?;
-    for other in (0..count).filter(|i| *i != index) {
-        let Ok(device) = nvml.device_by_index(other) else { continue };
-        let Ok(uuid) = device.uuid() else { continue };
-        let supported =
-            device.supported_event_types().is_ok_and(|t| t.contains(EventTypes::CRITICAL_XID_ERROR));
-        if supported {
-            let registered = device.register_events(EventTypes::CRITICAL_XID_ERROR, set);
-            set = registered.map_err(|e| Trouble::new("nvmlDeviceRegisterEvents", &e.error))?;
-            uuids.insert(sys::identity(&device), uuid);
-        }
-    }
-    info!(cards = uuids.len(), without = index, "listening for XIDs");
-    wait(nvml, &set, count, &uuids, stopped, events)
+/// Whether the card at `index` answers, and says that it reports XIDs.
+fn reports(nvml: &Nvml, index: u32) -> bool {
+    let supported = nvml.device_by_index(index).and_then(|device| device.supported_event_types());
+    supported.is_ok_and(|types| types.contains(EventTypes::CRITICAL_XID_ERROR))
 }
 
 fn wait(
@@ -361,6 +362,7 @@ fn wait(
     set: &EventSet<'_>,
     count: u32,
     uuids: &BTreeMap<usize, String>,
+    missing: &[u32],
     stopped: &AtomicBool,
     events: &tokio_mpsc::UnboundedSender<XidSeen>,
 ) -> Result<(), Trouble> {
@@ -379,7 +381,7 @@ fn wait(
             }
             Err(NvmlError::Timeout) => {
                 let now = nvml.device_count().map_err(|e| Trouble::new("nvmlDeviceGetCount_v2", &e))?;
-                if now != count {
+                if now != count || missing.iter().any(|index| reports(nvml, *index)) {
                     return Ok(());
                 }
             }

@@ -7,7 +7,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use mullion_region::usage;
-use nix::fcntl::posix_fallocate;
+use nix::fcntl::{OFlag, posix_fallocate};
 
 use crate::error::Error;
 
@@ -53,6 +53,8 @@ pub fn replace(path: &Path, bytes: &[u8], mode: u32) -> Result<(), Error> {
 /// [`Error::File`].
 pub fn usage_file(container: &Path, image: &usage::Image) -> Result<PathBuf, Error> {
     folder(container)?;
+    // The file is its tenant's to write and to chmod: as a program that runs as root, no user of the node may reach it.
+    fs::set_permissions(container, Permissions::from_mode(0o700)).map_err(Error::file("close", container))?;
     let path = container.join(USAGE_FILE);
     let fresh = temporary(&path);
     let length = i64::try_from(usage::FILE_LEN).unwrap_or(i64::MAX);
@@ -70,6 +72,29 @@ pub fn usage_file(container: &Path, image: &usage::Image) -> Result<PathBuf, Err
         Error::File { action: "write", path: path.clone(), source }
     })?;
     Ok(path)
+}
+
+/// Cuts a usage file that its tenant made longer, which fills a disk that nobody charges to him, back to its length.
+/// Returns how long it was; `None` for one that is as it should be, or gone.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn cut_usage_file(container: &Path) -> Result<Option<u64>, Error> {
+    let path = container.join(USAGE_FILE);
+    let cut = || -> io::Result<Option<u64>> {
+        let whole = usage::FILE_LEN as u64;
+        let length = fs::symlink_metadata(&path)?.len();
+        if length <= whole {
+            return Ok(None);
+        }
+        let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
+        OpenOptions::new().write(true).custom_flags(flags).open(&path)?.set_len(whole)?;
+        Ok(Some(length))
+    };
+    match cut() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        result => result.map_err(Error::file("cut", &path)),
+    }
 }
 
 fn create(path: &Path, mode: u32) -> io::Result<File> {
@@ -138,11 +163,29 @@ mod tests {
         assert_eq!(first, again);
         assert_ne!(before.ino(), after.ino());
         assert_eq!((after.len(), after.mode() & 0o777), (usage::FILE_LEN as u64, 0o666));
-        assert_eq!(fs::metadata(&container).unwrap().mode() & 0o022, 0);
+        assert_eq!(fs::metadata(&container).unwrap().mode() & 0o777, 0o700, "of no use to users of the node");
         let bytes = fs::read(&again).unwrap();
         let header = usage::read_header(after.len(), &bytes, &bytes[usage::PROC_NUM_AT..]).unwrap();
         assert_eq!((header.proc_num, header.devices.len()), (0, 0));
         assert_eq!(fs::read_dir(&container).unwrap().count(), 1, "nothing temporary is left");
+    }
+
+    #[test]
+    fn a_usage_file_that_its_tenant_made_longer_is_cut_back_and_keeps_what_is_in_it() {
+        let root = tempfile::tempdir().unwrap();
+        let container = root.path().join("p_c");
+        assert_eq!(cut_usage_file(&container).unwrap(), None, "gone");
+        let image = usage::image(&usage::UsageSpec { devices: Devices::new(), priority: 1 });
+        let path = usage_file(&container, &image).unwrap();
+        let before = fs::read(&path).unwrap();
+        assert_eq!(cut_usage_file(&container).unwrap(), None, "as it was made");
+        let tenant = OpenOptions::new().write(true).open(&path).unwrap();
+        let far = usage::FILE_LEN as u64 + (1 << 20);
+        tenant.write_all_at(b"x", far).unwrap();
+        assert_eq!(cut_usage_file(&container).unwrap(), Some(far + 1));
+        assert_eq!(fs::read(&path).unwrap(), before);
+        tenant.set_len(7).unwrap();
+        assert_eq!(cut_usage_file(&container).unwrap(), None, "a shorter one takes nothing from anybody");
     }
 
     #[test]

@@ -370,12 +370,6 @@ pub fn allocation_ref(fact: &AllocationFact) -> AllocationRef {
 /// The audit event of an allocation that fits.
 #[must_use]
 pub fn reserved(fact: &AllocationFact) -> AuditEvent {
-    let share = |d: &mullion_core::facts::DeviceGrant| Share {
-        card: d.uuid.0.clone(),
-        memory_mib: d.memory.0,
-        core_percent: u32::from(d.cores.get()),
-        mig: None,
-    };
     let container = |c: &mullion_core::facts::ContainerGrant| mullion_audit::ContainerShares {
         name: c.name.clone(),
         kind: kind(c.kind),
@@ -387,6 +381,30 @@ pub fn reserved(fact: &AllocationFact) -> AuditEvent {
         sequence: fact.sequence,
         created: fact.created,
         containers: fact.containers.iter().map(container).collect(),
+    }
+}
+
+/// The audit event of a grant that was filled before; `None` where the allocation has no such container.
+#[must_use]
+pub fn prepared(fact: &AllocationFact, grant: &Grant) -> Option<AuditEvent> {
+    let container = fact.containers.iter().find(|c| c.name == grant.container)?;
+    Some(AuditEvent::Prepared {
+        allocation: allocation_ref(fact),
+        pod: pod_ref(&fact.pod),
+        container: container.name.clone(),
+        container_kind: kind(container.kind),
+        grant: grant.grant.clone(),
+        device_ids: grant.device_ids.clone(),
+        devices: container.devices.iter().map(share).collect(),
+    })
+}
+
+fn share(device: &mullion_core::facts::DeviceGrant) -> Share {
+    Share {
+        card: device.uuid.0.clone(),
+        memory_mib: device.memory.0,
+        core_percent: u32::from(device.cores.get()),
+        mig: None,
     }
 }
 
