@@ -137,7 +137,8 @@ pub struct GPUNodeStatus {
     /// Each distinct MIG profile table once; cards name its hash.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_tables: Vec<MigTable>,
-    /// `DriverReady`, `PluginRegistered`, `CDISpecFound`, `TopologyAligned`, `ResourceConflict`.
+    /// `DriverReady`, `PluginRegistered`, `CDISpecFound`, `TopologyAligned`, `ResourceConflict`, `PodCgroupsSeen`,
+    /// `AuditWritable`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

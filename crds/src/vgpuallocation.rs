@@ -248,7 +248,8 @@ pub struct VGPUAllocationStatus {
     /// Derived from the conditions.
     #[serde(default)]
     pub phase: Phase,
-    /// `Bound`, `Prepared`, `Enforced`, `InitDone`, `Released`; `Prepared`, `InitDone` and `Released` never fall.
+    /// `Bound`, `Prepared`, `Enforced`, `InitDone`, `DevicesHealthy` (once a card failed), `Released`; `Prepared`,
+    /// `InitDone` and `Released` never fall.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]
