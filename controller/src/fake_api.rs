@@ -32,7 +32,7 @@ struct State {
     objects: BTreeMap<String, Value>,
     faults: VecDeque<(String, Fault)>,
     calls: Vec<String>,
-    events: usize,
+    events: Vec<String>,
     version: u64,
 }
 
@@ -86,9 +86,9 @@ impl FakeApi {
         std::mem::take(&mut self.state.lock().calls)
     }
 
-    /// How many Events were written so far.
-    pub fn events(&self) -> usize {
-        self.state.lock().events
+    /// What the Events say that were written so far.
+    pub fn events(&self) -> Vec<String> {
+        self.state.lock().events.clone()
     }
 
     async fn serve(&self, request: Request<kube::client::Body>) -> Response<Body> {
@@ -97,7 +97,9 @@ impl FakeApi {
         let line = format!("{} {path}", head.method);
         let query = head.uri.query().unwrap_or_default().to_owned();
         if path.starts_with("events/") {
-            self.state.lock().events += 1;
+            let bytes = body.collect_bytes().await.unwrap_or_default();
+            let event: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+            self.state.lock().events.push(event["note"].as_str().unwrap_or_default().to_owned());
             return answer(StatusCode::CREATED, &json!({"metadata": {"name": "e"}, "eventTime": null}));
         }
         let bytes = body.collect_bytes().await.unwrap_or_default();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kube::runtime::events::EventType;
 use mullion_core::units::PodUid;
-use mullion_crds::names::{OPT_OUT_LABELS, SCHEDULER};
+use mullion_crds::names::{OPT_OUT, OPT_OUT_LABELS, SCHEDULER};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -64,13 +64,14 @@ async fn pass(context: &Context, known: &mut Known) -> Duration {
 async fn judge(context: &Context, known: &mut Known, pod: &PodRecord, evicts: bool) -> Result<(), Error> {
     let opted_out = context.cluster.opted_out(&pod.pod.namespace).await?;
     if known.told.insert(pod.pod.uid.clone()) {
-        let way_out = if opted_out {
-            format!("its namespace has opted out by a label ({})", OPT_OUT_LABELS.join(" or "))
+        let first = if opted_out {
+            let labels = OPT_OUT_LABELS.map(|label| format!("{label}={OPT_OUT}"));
+            format!("its namespace has opted out: take off its label {} and ", labels.join(" or "))
         } else {
-            format!("create it anew so that it gets {SCHEDULER}")
+            String::new()
         };
         let note = format!(
-            "asks for GPUs but belongs to scheduler {:?}, which gives out none of Mullion's: {way_out}",
+            "asks for GPUs but belongs to scheduler {:?}, which gives out none of Mullion's: {first}create the pod anew so that it gets {SCHEDULER}",
             pod.scheduler
         );
         context.cluster.tell(&pod.pod, EventType::Warning, REASON, "Report", note).await;
@@ -124,7 +125,15 @@ mod tests {
                 pass(&context, &mut known).await;
                 tokio::time::advance(Duration::from_mins(2)).await;
             }
-            assert_eq!(api.events(), 1, "{case}");
+            let events = api.events();
+            assert_eq!(events.len(), 1, "{case}: {events:?}");
+            // The way out that helps.
+            assert!(
+                events[0].ends_with("create the pod anew so that it gets mullion-scheduler"),
+                "{events:?}"
+            );
+            let opted_out = labels.to_string().contains("ignore");
+            assert_eq!(events[0].contains("take off its label"), opted_out, "{case}: {events:?}");
             assert_eq!(api.get("pods/ns/p").is_none(), evicted, "{case}: {:?}", api.calls());
             assert_eq!(context.metrics.unmanaged_gpu_pods.get(), 1, "{case}");
         }

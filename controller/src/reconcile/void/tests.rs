@@ -159,6 +159,6 @@ async fn a_bare_pod_without_an_allocation_is_told_once_and_left() {
     for _ in 0..3 {
         assert!(!send_away(&context, &mut known, &record, &why).await.unwrap());
     }
-    assert_eq!(api.events(), 1);
+    assert_eq!(api.events(), ["t: delete the pod and create it anew"]);
     assert!(api.get("pods/ns/p").is_some());
 }
