@@ -79,6 +79,8 @@ pub struct Plan {
     pub controllers: usize,
     /// Whether every pair's scheduler decides, instead of the one that leads.
     pub all_schedulers_active: bool,
+    /// Where Mullion's parts send their traces, if anywhere.
+    pub otlp_endpoint: Option<String>,
     /// Folder of the cluster's programs.
     pub parts: PathBuf,
     /// Folder of Mullion's programs.

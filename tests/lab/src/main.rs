@@ -124,6 +124,9 @@ struct Up {
     /// Let the schedulers of all pairs decide at once, without leader election, to provoke collisions.
     #[arg(long)]
     all_schedulers_active: bool,
+    /// Send the traces of Mullion's parts to this OTLP receiver, such as `http://10.97.0.1:4317`.
+    #[arg(long, value_name = "URL")]
+    otlp_endpoint: Option<String>,
     /// Folder of Mullion's programs [default: `$CARGO_TARGET_DIR/debug`, else `target/debug`].
     #[arg(long, env = "MULLION_BIN_DIR")]
     bin_dir: Option<PathBuf>,
@@ -204,6 +207,7 @@ fn plan(up: &Up) -> Result<Plan> {
         mullion: !up.no_mullion,
         controllers: up.controllers,
         all_schedulers_active: up.all_schedulers_active,
+        otlp_endpoint: up.otlp_endpoint.clone(),
         parts: parts(&source)?,
         bin,
         source,

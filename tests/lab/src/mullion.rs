@@ -45,7 +45,7 @@ pub fn controllers(lab: &Lab, documents: &[Value]) -> Result<()> {
                 .env("POD_NAME", &name)
                 .env("MULLION_NAMESPACE", NAMESPACE)
                 .env("HOSTNAME", &name);
-        lab.start(&name, controller)?;
+        lab.start(&name, traced(lab, controller))?;
         let mut config = manifests::scheduler_config(documents)?;
         config["clientConnection"]["kubeconfig"] = kubeconfig.to_string_lossy().into();
         if lab.plan.all_schedulers_active {
@@ -62,6 +62,14 @@ pub fn controllers(lab: &Lab, documents: &[Value]) -> Result<()> {
         lab.start(&numbered("scheduler", index), scheduler)?;
     }
     Ok(())
+}
+
+/// With the variable that switches the export of traces on, where the lab was asked for it.
+fn traced(lab: &Lab, spec: Spec) -> Spec {
+    match &lab.plan.otlp_endpoint {
+        Some(endpoint) => spec.env("MULLION_OTLP_ENDPOINT", endpoint),
+        None => spec,
+    }
 }
 
 /// Starts the agent of a node as soon as its kubelet has registered it.
@@ -94,7 +102,7 @@ pub fn agent(lab: &Lab, node: &NodePlan) -> Result<()> {
     let agent = Spec::new(program(lab, "mullion-nodeagent")?, args)
         .env("KUBECONFIG", kubeconfig.to_string_lossy())
         .env(fake_state::STATE_ENV, node.fake_state().to_string_lossy());
-    lab.start(&agent_name(&node.name), node::inside(lab, node, agent)?)
+    lab.start(&agent_name(&node.name), node::inside(lab, node, traced(lab, agent))?)
 }
 
 /// Waits until controllers answer and every node with cards has slots to give.

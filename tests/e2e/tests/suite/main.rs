@@ -12,4 +12,5 @@ mod outage;
 mod release;
 mod scheduling;
 mod storm;
+mod traces;
 mod two_controllers;
