@@ -315,8 +315,10 @@ async fn keep_slots(
     loop {
         bell.borrow_and_update();
         if let Some(cards) = shared.read(World::offer) {
-            // Hiding needs to know what is in use; the kubelet's word may be newer than ours.
-            if cards.usable < cards.total {
+            // Hiding needs to know what is in use; the kubelet's word may be newer than ours. So does offering more than
+            // there is.
+            let held = shared.read(|w| w.slots_in_use().len());
+            if cards.usable < cards.total || held > usize::try_from(cards.usable).unwrap_or(usize::MAX) {
                 read_checkpoint(&settings.checkpoint(), &shared);
             }
             let slots = slots::plan(cards, &shared.read(World::slots_in_use));

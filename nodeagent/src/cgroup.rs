@@ -158,17 +158,13 @@ fn below(parents: &[PathBuf], pod: &str) -> Result<Option<PathBuf>, Error> {
 fn names(parent: &Path, pod: &str) -> Vec<String> {
     let parent = parent.file_name().and_then(|n| n.to_str()).unwrap_or_default();
     let classes = ["burstable", "besteffort"];
-    match parent.strip_suffix(".slice") {
-        Some(stem) => {
-            let pod = pod.replace('-', "_");
-            let classes = classes.map(|c| format!("{stem}-{c}.slice/{stem}-{c}-pod{pod}.slice"));
-            [format!("{stem}-pod{pod}.slice")].into_iter().chain(classes).collect()
-        }
-        None => {
-            let classes = classes.map(|c| format!("{c}/pod{pod}"));
-            [format!("pod{pod}")].into_iter().chain(classes).collect()
-        }
-    }
+    let Some(stem) = parent.strip_suffix(".slice") else {
+        let classes = classes.map(|c| format!("{c}/pod{pod}"));
+        return [format!("pod{pod}")].into_iter().chain(classes).collect();
+    };
+    let pod = pod.replace('-', "_");
+    let classes = classes.map(|c| format!("{stem}-{c}.slice/{stem}-{c}-pod{pod}.slice"));
+    [format!("{stem}-pod{pod}.slice")].into_iter().chain(classes).collect()
 }
 
 /// A process of the pod, by the cgroups of all processes: a look that does not depend on where cgroups are mounted.

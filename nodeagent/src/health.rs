@@ -331,7 +331,7 @@ impl Watcher {
                 Turn::Failed(illness) => (CardState::Unhealthy, illness.xid, illness.message.clone()),
                 Turn::Recovered => (CardState::Healthy, None, "it answers again".to_owned()),
             };
-            warn!(card, ?state, message, "health of a card changed");
+            warn!(card, ?state, reason = message, "health of a card changed");
             let event =
                 AuditEvent::HealthChanged { card: card.clone(), state, xid, message: message.clone() };
             if let Err(error) = self.audit.append(event).await {

@@ -132,7 +132,7 @@ fn conditions(world: &World) -> Vec<Sign> {
         Some(Ok(place)) => {
             sign("PodCgroupsSeen", "True", "Found", &format!("pods' cgroups are below {place}"))
         }
-        Some(Err(problem)) => sign("PodCgroupsSeen", "False", "CgroupUnseen", problem),
+        Some(Err((code, problem))) => sign("PodCgroupsSeen", "False", code, problem),
         None => sign("PodCgroupsSeen", "Unknown", "NotLooked", "not looked for yet"),
     };
     let audit = match &world.signs.audit {
@@ -436,7 +436,7 @@ mod tests {
         ] {
             assert_eq!(condition(&seen, kind).0, want, "{kind}");
         }
-        world.signs.cgroups = Some(Err("no kubelet".to_owned()));
+        world.signs.cgroups = Some(Err(("CgroupUnseen", "no kubelet".to_owned())));
         world.signs.audit = Some(Err(("AuditDiskFull", "no space".to_owned())));
         let seen = status(&world);
         assert_eq!(condition(&seen, "PodCgroupsSeen"), ("False".to_owned(), "CgroupUnseen".to_owned()));

@@ -316,15 +316,14 @@ impl Releaser {
         let groups = cgroups.clone();
         let seen =
             tokio::task::spawn_blocking(move || cgroup::place(&groups, Path::new(PROC), running.as_deref()));
-        let seen = match seen.await {
-            Ok(Ok(place)) => Ok(place.display().to_string()),
-            Ok(Err(error)) => Err(mullion_telemetry::source_chain(&error)),
-            Err(error) => Err(error.to_string()),
-        };
+        let seen = seen.await.unwrap_or_else(|source| Err(Error::Broken { source }));
+        let seen = seen
+            .map(|place| place.display().to_string())
+            .map_err(|error| (error.code(), mullion_telemetry::source_chain(&error)));
         self.shared.change_if(|w| {
             let changed = w.signs.cgroups.as_ref() != Some(&seen);
-            if changed && let Err(problem) = &seen {
-                warn!(problem, "pods' cgroups are not seen");
+            if changed && let Err((code, problem)) = &seen {
+                warn!(code, error = problem, "pods' cgroups are not seen");
             }
             w.signs.cgroups = Some(seen);
             changed

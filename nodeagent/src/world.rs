@@ -74,7 +74,7 @@ pub struct NodeSigns {
     /// Sockets of other plugins for our resource.
     pub rivals: Vec<String>,
     /// Where the kubelet keeps the cgroups of pods, or why nobody knows.
-    pub cgroups: Option<Result<String, String>>,
+    pub cgroups: Option<Result<String, (&'static str, String)>>,
     /// Whether the audit log takes rows, or why not; `None` until it was tried.
     pub audit: Option<Result<(), (&'static str, String)>>,
 }

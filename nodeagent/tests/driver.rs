@@ -17,8 +17,9 @@ use mullion_nodeagent::config::HealthSettings;
 use mullion_nodeagent::health::{Turn, take_in};
 use mullion_nodeagent::inventory::describe;
 use mullion_nodeagent::metrics::Metrics;
-use mullion_nodeagent::nvml::{DriverHandle, listen};
+use mullion_nodeagent::nvml::{DriverHandle, XidSeen, listen};
 use mullion_nodeagent::world::World;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 /// Far longer than anything here takes; only a failure waits for it.
 const LONG: Duration = Duration::from_secs(20);
@@ -169,21 +170,42 @@ fn xids_and_processes_are_seen_with_their_card() {
     runtime.block_on(async {
         let cards: Vec<String> = node.state().cards.iter().map(|c| c.uuid.clone()).collect();
         let (_thread, mut xids) = listen(Some(node.library.clone()), Arc::default()).unwrap();
-        // Events from before the registration are not delivered: ask until one is.
-        let seen = tokio::time::timeout(LONG, async {
-            loop {
-                node.fake("xid 1 79");
-                if let Ok(seen) = tokio::time::timeout(Duration::from_millis(200), xids.recv()).await {
-                    return seen.unwrap();
-                }
-            }
-        });
-        let seen = seen.await.unwrap();
+        let seen = xid(&node, &mut xids, "xid 1 79").await;
         assert_eq!((seen.card.as_str(), seen.xid), (cards[1].as_str(), 79));
         node.fake("process 0 4242 100 5");
         let pids =
             node.driver.pids(vec![cards[0].clone(), cards[1].clone(), "GPU-none".to_owned()]).await.unwrap();
         assert_eq!(pids[&cards[0]], [4242]);
         assert!(pids[&cards[1]].is_empty() && pids["GPU-none"].is_empty());
+    });
+}
+
+/// The next XID, provoked by `line`: events from before the registration are not delivered, so again until one is.
+async fn xid(node: &Node, xids: &mut UnboundedReceiver<XidSeen>, line: &str) -> XidSeen {
+    let seen = async {
+        loop {
+            node.fake(line);
+            if let Ok(seen) = tokio::time::timeout(Duration::from_millis(200), xids.recv()).await {
+                return seen.unwrap();
+            }
+        }
+    };
+    tokio::time::timeout(LONG, seen).await.unwrap()
+}
+
+// DP-09: two lost cards do not silence the third, and are heard when they are back.
+#[test]
+fn xids_of_cards_that_were_lost_at_the_start_are_heard_when_they_are_back() {
+    let test = "xids_of_cards_that_were_lost_at_the_start_are_heard_when_they_are_back";
+    let Some((node, runtime)) = node(test, "h100x4") else { return };
+    runtime.block_on(async {
+        let cards: Vec<String> = node.state().cards.iter().map(|c| c.uuid.clone()).collect();
+        node.fake("remove 0");
+        node.fake("remove 1");
+        let (_thread, mut xids) = listen(Some(node.library.clone()), Arc::default()).unwrap();
+        assert_eq!(xid(&node, &mut xids, "xid 2 79").await.card, cards[2]);
+        node.fake("restore 0");
+        node.fake("restore 1");
+        while xid(&node, &mut xids, "xid 1 79").await.card != cards[1] {}
     });
 }

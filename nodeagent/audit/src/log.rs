@@ -333,7 +333,7 @@ impl Writer {
         let now = (self.clock)();
         self.health.send_modify(|health| {
             let failure = health.failure.get_or_insert_with(|| {
-                warn!(code = error.code(), %error, cause = ?std::error::Error::source(error), "audit log cannot be written");
+                warn!(code = error.code(), %error, cause = std::error::Error::source(error).map(tracing::field::display), "audit log cannot be written");
                 Failure { code: error.code(), message: error.to_string(), since: now, refused: 0 }
             });
             failure.refused += events;

@@ -326,14 +326,12 @@ fn listen_once(
                 device
             });
             let Ok(device) = registered else { continue };
-            set = match device.register_events(EventTypes::CRITICAL_XID_ERROR, set) {
-                Ok(set) => set,
-                // The set is used up by a failure; cards that cannot report must not silence the others.
-                Err(_) => {
-                    deaf.insert(index, reports(&nvml, index));
-                    continue 'without;
-                }
+            // The set is used up by a failure; cards that cannot report must not silence the others.
+            let Ok(with) = device.register_events(EventTypes::CRITICAL_XID_ERROR, set) else {
+                deaf.insert(index, reports(&nvml, index));
+                continue 'without;
             };
+            set = with;
         }
         break (set, uuids);
     };
@@ -353,7 +351,10 @@ fn listen_once(
 
 /// Whether the card at `index` answers, and says that it reports XIDs.
 fn reports(nvml: &Nvml, index: u32) -> bool {
-    let supported = nvml.device_by_index(index).and_then(|device| device.supported_event_types());
+    let supported = nvml.device_by_index(index).and_then(|device| {
+        device.uuid()?;
+        device.supported_event_types()
+    });
     supported.is_ok_and(|types| types.contains(EventTypes::CRITICAL_XID_ERROR))
 }
 
