@@ -59,12 +59,15 @@ fn card(node: &GPUNode, card: &Card) -> CardFact {
 #[must_use]
 pub fn node(object: &GPUNode) -> Option<NodeFact> {
     let status = object.status.as_ref()?;
-    let driver_ready = status.conditions.iter().any(|c| c.type_ == "DriverReady" && c.status == "True");
+    let says = |kind: &str, word: &str| status.conditions.iter().any(|c| c.type_ == kind && c.status == word);
+    let driver_ready = says("DriverReady", "True");
+    // Where nothing can be written down, or no driver files are known, every container would be refused.
+    let refuses = says("AuditWritable", "False") || says("CDISpecFound", "False");
     Some(NodeFact {
         name: object.name_any().into(),
         node_uid: status.node_uid.as_str().into(),
         observation: u64::try_from(status.observation).unwrap_or(0),
-        cordoned: status.closed || object.spec.all.cordon.unwrap_or(false),
+        cordoned: status.closed || refuses || object.spec.all.cordon.unwrap_or(false),
         driver_ready,
         cards: status.cards.iter().map(|c| card(object, c)).collect(),
     })
@@ -183,6 +186,31 @@ mod tests {
             let node = json!({"metadata": {"name": "n", "uid": "u"}, "status": {"allocatable": allocatable}});
             let node: Node = serde_json::from_value(node).unwrap();
             assert_eq!(kube_node(&node, "nvidia.com/gpu").allocatable_slots, want, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_node_that_would_refuse_every_container_is_closed() {
+        for (case, conditions, closed, spec) in [
+            ("all well", json!([("AuditWritable", "True"), ("CDISpecFound", "True")]), false, json!({})),
+            ("not known yet", json!([]), false, json!({})),
+            ("unknown", json!([("AuditWritable", "Unknown")]), false, json!({})),
+            ("nothing can be written down", json!([("AuditWritable", "False")]), true, json!({})),
+            ("no driver files", json!([("CDISpecFound", "False")]), true, json!({})),
+            ("the admin closed it", json!([]), true, json!({"cordon": true})),
+        ] {
+            let conditions: Vec<_> = serde_json::from_value::<Vec<(String, String)>>(conditions)
+                .unwrap()
+                .into_iter()
+                .map(|(kind, status)| {
+                    json!({"type": kind, "status": status, "reason": "Test", "message": "",
+                           "lastTransitionTime": "2026-11-29T00:00:00Z"})
+                })
+                .collect();
+            let object = json!({"apiVersion": "mullion.io/v1alpha1", "kind": "GPUNode", "metadata": {"name": "n"},
+                                "spec": spec, "status": {"conditions": conditions}});
+            let object: GPUNode = serde_json::from_value(object).unwrap();
+            assert_eq!(node(&object).unwrap().cordoned, closed, "{case}");
         }
     }
 }

@@ -66,7 +66,7 @@ pub struct VGPUAllocationSpec {
     /// The pod that it belongs to.
     pub pod: PodReference,
     /// The node.
-    #[schemars(length(min = 1, max = 253))]
+    #[schemars(length(min = 1, max = 253), regex(pattern = "^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"))]
     pub node_name: String,
     /// 1 + the highest that the decider had seen on the node: orders allocations that collide.
     #[schemars(range(min = 1))]

@@ -10,6 +10,7 @@ use kube::runtime::watcher::{self, Event};
 use kube::runtime::{WatchStreamExt, watcher as watch};
 use kube::{Api, Client, ResourceExt};
 use mullion_audit::{Entry, Event as AuditEvent};
+use mullion_core::facts::AllocationFact;
 use mullion_core::ledger::Standing;
 use mullion_core::units::{AllocationUid, PodUid};
 use mullion_crds::gpunode::GPUNode;
@@ -57,6 +58,17 @@ pub fn traced(event: AuditEvent) -> Entry {
     match trace {
         Some(trace) => entry.traced(trace),
         None => entry,
+    }
+}
+
+/// The audit event of an allocation that ended before anything of it was given out: its pod was never bound, and the
+/// controller undid it. Without it the log would name the pod as a holder of the card for ever.
+fn withdrawn(fact: &AllocationFact, observation: i64) -> AuditEvent {
+    AuditEvent::Released {
+        allocation: allocation_ref(fact),
+        pod: pod_ref(&fact.pod),
+        code: "Withdrawn".to_owned(),
+        observation: u64::try_from(observation).unwrap_or(0),
     }
 }
 
@@ -131,11 +143,16 @@ impl Watches {
 
     async fn allocation_gone(&self, uid: &AllocationUid) {
         debug!(%uid, "allocation gone");
-        let orphan = self.shared.change(|world| {
+        let (orphan, withdrawn) = self.shared.change(|world| {
+            let held = world.ledger.allocation(uid).filter(|f| !f.released).cloned();
             world.lose_allocation(uid);
             let orphan = world.orphans.contains(uid);
-            world.ledger.allocation(uid).filter(|_| orphan).map(|f| f.pod.clone())
+            let withdrawn = held.filter(|_| !orphan).map(|fact| withdrawn(&fact, world.observation));
+            (world.ledger.allocation(uid).filter(|_| orphan).map(|f| f.pod.clone()), withdrawn)
         });
+        if let Some(event) = withdrawn {
+            let _ = self.facts.send(traced(event));
+        }
         if let Some(pod) = orphan {
             warn!(
                 %uid,

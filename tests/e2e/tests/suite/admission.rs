@@ -205,9 +205,13 @@ async fn an_unmanaged_gpu_pod_is_reported() -> Result<()> {
     })
     .await?;
     scope.event("lost", "mullion-scheduler").await?;
-    let metrics =
-        scope.lab.beside_controller("controller", &["curl", "-sf", "http://127.0.0.1:9395/metrics"])?;
-    let gauge = metrics.lines().find(|l| l.contains("unmanaged_gpu_pods") && !l.starts_with('#'));
-    ensure!(gauge.is_some_and(|l| l.ends_with(" 1")), "{gauge:?}");
+    // Whichever of the two leads counts it.
+    let mut gauges = Vec::new();
+    for part in ["controller", "controller-2"] {
+        let metrics = scope.lab.beside_controller(part, &["curl", "-sf", "http://127.0.0.1:9395/metrics"])?;
+        let gauge = metrics.lines().find(|l| l.contains("unmanaged_gpu_pods") && !l.starts_with('#'));
+        gauges.push(gauge.unwrap_or_default().to_owned());
+    }
+    ensure!(gauges.iter().filter(|l| l.ends_with(" 1")).count() == 1, "{gauges:?}");
     scope.remove().await
 }
