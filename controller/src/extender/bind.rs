@@ -83,6 +83,7 @@ impl Binder {
 
     async fn serialised(&self, args: &BindingArgs) -> Result<(), Error> {
         let begun = Instant::now();
+        args.check()?;
         self.store.ready()?;
         let _turn = self.turns.of(args.pod_uid.as_str().into()).await;
         let node = NodeName::from(args.node.as_str());

@@ -97,6 +97,36 @@ pub struct BindingArgs {
     pub node: String,
 }
 
+impl BindingArgs {
+    /// Refuses names that are none: they become parts of paths in calls to the API server.
+    ///
+    /// # Errors
+    /// [`Error::ConfigValue`] with the first field that is not as kube-scheduler sends it.
+    pub fn check(&self) -> Result<(), Error> {
+        let fields = [
+            ("PodName", &self.pod_name),
+            ("PodNamespace", &self.pod_namespace),
+            ("PodUID", &self.pod_uid),
+            ("Node", &self.node),
+        ];
+        let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+        let is_name = |text: &str| {
+            let (bytes, ends) = (text.as_bytes(), (text.bytes().next(), text.bytes().last()));
+            bytes.len() <= 253
+                && matches!(ends, (Some(first), Some(last)) if plain(first) && plain(last))
+                && bytes.iter().all(|&b| plain(b) || b == b'-' || b == b'.')
+        };
+        match fields.into_iter().find(|(_, value)| !is_name(value)) {
+            None => Ok(()),
+            Some((field, value)) => {
+                let value: String = value.chars().take(64).collect();
+                let fix = "send a name of up to 253 lower-case letters, digits, '-' and '.'";
+                Err(Error::ConfigValue { field, value, fix })
+            }
+        }
+    }
+}
+
 /// Answer of bind.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "PascalCase")]
@@ -104,4 +134,35 @@ pub struct BindingResult {
     /// Empty when the pod is bound.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub error: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_binding_with_a_name_that_is_none_is_refused() {
+        let good = BindingArgs {
+            pod_name: "a-pod.0".into(),
+            pod_namespace: "team-a".into(),
+            pod_uid: "3f2b1c0d-1111-2222-3333-444455556666".into(),
+            node: "node-a.example".into(),
+        };
+        assert!(good.check().is_ok());
+        let long = "a".repeat(254);
+        for bad in ["", "..", "../..", "a/b", "a?b", "A", "a b", "-a", "a.", "ä", "a%2fb", long.as_str()] {
+            for field in 0..4 {
+                let mut args = good.clone();
+                let slot = match field {
+                    0 => &mut args.pod_name,
+                    1 => &mut args.pod_namespace,
+                    2 => &mut args.pod_uid,
+                    _ => &mut args.node,
+                };
+                bad.clone_into(slot);
+                let refusal = args.check().unwrap_err();
+                assert!(matches!(refusal, Error::ConfigValue { .. }), "{bad:?} as field {field}: {refusal:?}");
+            }
+        }
+    }
 }

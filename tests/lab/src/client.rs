@@ -133,6 +133,8 @@ pub fn fault(part: &str, fault: Fault) -> Result<()> {
 
 /// `lab status`.
 pub fn print_status(json: bool) -> Result<()> {
+    // A reader that has seen enough (`| grep -q`) is no reason to break.
+    let mut out = std::io::stdout().lock();
     let pid = supervisor_pid()?;
     let status = status()?;
     if json {
@@ -140,15 +142,15 @@ pub fn print_status(json: bool) -> Result<()> {
         value["supervisor"] = pid.into();
         value["kubeconfig"] = serde_json::to_value(layout::admin_kubeconfig())?;
         value["auditLog"] = serde_json::to_value(layout::audit_log())?;
-        println!("{}", serde_json::to_string_pretty(&value)?);
+        let _ = writeln!(out, "{}", serde_json::to_string_pretty(&value)?);
         return Ok(());
     }
-    println!("supervisor  {pid}{}", if status.ready { "" } else { " (still coming up)" });
-    println!("kubeconfig  {}", layout::admin_kubeconfig().display());
-    println!("audit log   {}", layout::audit_log().display());
-    println!("logs        {}", layout::run("logs").display());
+    let _ = writeln!(out, "supervisor  {pid}{}", if status.ready { "" } else { " (still coming up)" });
+    let _ = writeln!(out, "kubeconfig  {}", layout::admin_kubeconfig().display());
+    let _ = writeln!(out, "audit log   {}", layout::audit_log().display());
+    let _ = writeln!(out, "logs        {}", layout::run("logs").display());
     for node in &status.plan.nodes {
-        println!(
+        let _ = writeln!(out, 
             "node        {} {} pods {} cards {}",
             node.name,
             node.address(),
@@ -158,16 +160,16 @@ pub fn print_status(json: bool) -> Result<()> {
     }
     if status.plan.mullion {
         for index in 0..status.plan.controllers {
-            println!(
+            let _ = writeln!(out, 
                 "controller  {} {}",
                 layout::numbered("controller", index),
                 layout::controller_address(index)
             );
         }
     }
-    println!("{:<24} {:>8} {:>7} STATE", "PART", "PID", "STARTS");
+    let _ = writeln!(out, "{:<24} {:>8} {:>7} STATE", "PART", "PID", "STARTS");
     for part in &status.parts {
-        println!("{:<24} {:>8} {:>7} {}", part.name, part.pid, part.starts, part.state);
+        let _ = writeln!(out, "{:<24} {:>8} {:>7} {}", part.name, part.pid, part.starts, part.state);
     }
     Ok(())
 }
