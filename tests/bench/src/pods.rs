@@ -61,17 +61,23 @@ impl Watch {
         let params = WatchParams::default().fields("spec.nodeName!=").disable_bookmarks();
         let api = api.clone();
         Ok(Self(tokio::spawn(async move {
-            let mut reached = BTreeMap::new();
-            let events = api.watch(&params, &version).await?;
-            let mut events = std::pin::pin!(events);
+            let (mut reached, mut version) = (BTreeMap::new(), version);
             while reached.len() < count {
-                let Some(event) = events.try_next().await? else { bail!("the watch ended early") };
-                match event {
-                    WatchEvent::Added(pod) | WatchEvent::Modified(pod) if goal.reached(&pod) => {
-                        reached.entry(pod.name_any()).or_insert_with(Instant::now);
+                // The API server may end a watch at any time; the next one goes on where it was.
+                let mut events = std::pin::pin!(api.watch(&params, &version).await?);
+                while reached.len() < count
+                    && let Some(event) = events.try_next().await?
+                {
+                    match event {
+                        WatchEvent::Added(pod) | WatchEvent::Modified(pod) => {
+                            if goal.reached(&pod) {
+                                reached.entry(pod.name_any()).or_insert_with(Instant::now);
+                            }
+                            version = pod.resource_version().unwrap_or(version);
+                        }
+                        WatchEvent::Error(error) => bail!("the watch failed: {error:?}"),
+                        WatchEvent::Deleted(_) | WatchEvent::Bookmark(_) => {}
                     }
-                    WatchEvent::Error(error) => bail!("the watch failed: {error:?}"),
-                    _ => {}
                 }
             }
             Ok(reached)

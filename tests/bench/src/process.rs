@@ -29,6 +29,22 @@ fn ticks(stat: &str) -> Option<usize> {
     Some(utime + stime)
 }
 
+/// CPU time that the whole machine has used so far, in milliseconds.
+///
+/// # Errors
+/// When `/proc/stat` cannot be read.
+pub fn machine_cpu_millis() -> Result<f64> {
+    let text = fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
+    busy_ticks(&text).map(|ticks| real(ticks) * TICK_MILLIS).context("/proc/stat is not as in proc(5)")
+}
+
+fn busy_ticks(stat: &str) -> Option<usize> {
+    // cpu user nice system idle iowait irq softirq steal guest guest_nice; guests are counted in user and nice.
+    let fields: Vec<usize> =
+        stat.lines().next()?.split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
+    (fields.len() >= 7).then(|| [0, 1, 2, 5, 6].iter().map(|&field| fields[field]).sum())
+}
+
 /// One reading of `/proc/PID/status`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Memory {
@@ -71,6 +87,12 @@ mod tests {
         let stat = "42 (a) b (c)) S 1 42 42 0 -1 4194304 100 0 0 0 7 5 0 0 20 0 3 0 1000 1 1";
         assert_eq!(ticks(stat), Some(12));
         assert_eq!(ticks("42 (cut"), None);
+    }
+
+    #[test]
+    fn waiting_is_not_busy() {
+        assert_eq!(busy_ticks("cpu  1 2 3 1000 1000 4 5 0 0 0\ncpu0 9"), Some(15));
+        assert_eq!(busy_ticks("cpu 1"), None);
     }
 
     #[test]

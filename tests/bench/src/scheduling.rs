@@ -18,6 +18,7 @@ use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::ResourceExt;
 use kube::api::{Api, ListParams, Patch, PatchParams};
+use mullion_e2e::scope::{PATIENCE, eventually};
 use mullion_e2e::{Scope, pods as pod};
 use serde::Serialize;
 use serde_json::json;
@@ -40,6 +41,9 @@ const SLICE: (&str, &str) = ("8000", "10");
 
 /// kube-scheduler's own measure of what it does for one pod after the other: filters and scores, extenders included.
 const CYCLE: &str = "scheduler_scheduling_algorithm_duration_seconds";
+
+/// What the machine does besides: much of it here means that figures of another run are not comparable.
+const REST: &str = "anything else on the machine";
 
 /// Settings.
 #[derive(Debug, clap::Args)]
@@ -147,6 +151,13 @@ impl<'a> Bench<'a> {
         let down = lab::PartDown::kill(&status, "scheduler")?;
         let start = |side| anyhow::Ok((side, Scheduler::start(&status, side == Side::Mullion, options.qps)?));
         let schedulers = [start(Side::Mullion)?, start(Side::Plain)?];
+        for (side, scheduler) in &schedulers {
+            // It first learns whom to believe, from the API server.
+            eventually(&format!("kube-scheduler ({})", side.name()), PATIENCE, || async {
+                scheduler.metrics().await.map(Some)
+            })
+            .await?;
+        }
         Ok(Self { options, status, scope, schedulers, _down: down })
     }
 
@@ -228,6 +239,8 @@ impl<'a> Bench<'a> {
             cpu.insert(name, process::cpu_millis(self.status.pid(part)?)?);
         }
         cpu.insert("mullion-bench", process::cpu_millis(i32::try_from(std::process::id())?)?);
+        let ours: f64 = cpu.values().sum();
+        cpu.insert(REST, process::machine_cpu_millis()? - ours);
         Ok(cpu)
     }
 
@@ -320,8 +333,12 @@ fn report(options: &Options, nodes: usize, rounds: &[Round]) -> Report {
             format!("{:.2}", per_pod(Side::Plain, *name)),
         ]);
     }
-    let sum = |side| names.iter().map(|name| per_pod(side, *name)).sum::<f64>();
-    cpu.row(["all".to_owned(), format!("{:.2}", sum(Side::Mullion)), format!("{:.2}", sum(Side::Plain))]);
+    let sum = |side| names.iter().filter(|&&name| name != REST).map(|name| per_pod(side, *name)).sum::<f64>();
+    cpu.row([
+        "the cluster's, in all".to_owned(),
+        format!("{:.2}", sum(Side::Mullion)),
+        format!("{:.2}", sum(Side::Plain)),
+    ]);
 
     let mut calls = Table::new(&["Extender's call", "ms, mean", "calls per pod"]);
     for name in ["filter", "prioritize", "bind"] {
