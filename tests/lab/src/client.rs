@@ -150,7 +150,8 @@ pub fn print_status(json: bool) -> Result<()> {
     let _ = writeln!(out, "audit log   {}", layout::audit_log().display());
     let _ = writeln!(out, "logs        {}", layout::run("logs").display());
     for node in &status.plan.nodes {
-        let _ = writeln!(out, 
+        let _ = writeln!(
+            out,
             "node        {} {} pods {} cards {}",
             node.name,
             node.address(),
@@ -160,7 +161,8 @@ pub fn print_status(json: bool) -> Result<()> {
     }
     if status.plan.mullion {
         for index in 0..status.plan.controllers {
-            let _ = writeln!(out, 
+            let _ = writeln!(
+                out,
                 "controller  {} {}",
                 layout::numbered("controller", index),
                 layout::controller_address(index)
