@@ -38,7 +38,7 @@ const BODY_LIMIT: usize = 16 << 20;
 const BEST: i64 = 100;
 
 /// What a pod is told whose request cannot be read here; the webhook refuses it, so it came around it.
-const REQUEST_REFUSED: &str = "the pod's GPU request is refused";
+const REQUEST_REFUSED: &str = "node(s) not tried, since the pod's GPU request is refused";
 
 /// What the handlers share.
 #[derive(Clone, Debug)]

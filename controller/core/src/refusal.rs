@@ -95,22 +95,22 @@ impl Code {
     #[must_use]
     pub const fn reason(self) -> &'static str {
         match self {
-            Self::NodeUnknown => "node has no GPUNode",
-            Self::NodeReplaced => "GPUNode belongs to an earlier node of that name",
-            Self::NodeClosed => "GPUNode is closed for new pods",
-            Self::DriverNotReady => "GPU driver is not ready",
-            Self::PluginDown => "GPU device plugin is not registered",
-            Self::SlotsTaken => "too few free GPU slots on the node",
-            Self::TooFewCards => "too few GPUs on the node",
-            Self::CardsUnhealthy => "too few healthy GPUs",
-            Self::CardsInMigMode => "too few GPUs outside MIG mode",
-            Self::CardsClosed => "too few GPUs open for new pods",
-            Self::CardTooSmall => "GPUs have less memory than asked even when empty",
-            Self::CardSlotsTaken => "too few GPUs with a free share",
-            Self::CardExclusive => "too few GPUs that a pod can have alone",
-            Self::MemoryShort => "too few GPUs with enough free memory",
-            Self::CoresShort => "too few GPUs with enough free compute",
-            Self::TooFewTogether => "containers fit by themselves but not together",
+            Self::NodeUnknown => "node(s) without a GPUNode",
+            Self::NodeReplaced => "node(s) whose GPUNode belongs to an earlier node of that name",
+            Self::NodeClosed => "node(s) whose GPUNode is closed for new pods",
+            Self::DriverNotReady => "node(s) whose GPU driver is not ready",
+            Self::PluginDown => "node(s) whose GPU device plugin is not registered",
+            Self::SlotsTaken => "node(s) with too few free GPU slots",
+            Self::TooFewCards => "node(s) with too few GPUs",
+            Self::CardsUnhealthy => "node(s) with too few healthy GPUs",
+            Self::CardsInMigMode => "node(s) with too few GPUs outside MIG mode",
+            Self::CardsClosed => "node(s) with too few GPUs open for new pods",
+            Self::CardTooSmall => "node(s) whose GPUs have less memory than asked even when empty",
+            Self::CardSlotsTaken => "node(s) with too few GPUs that have a free share",
+            Self::CardExclusive => "node(s) with too few GPUs that a pod can have alone",
+            Self::MemoryShort => "node(s) with too few GPUs that have enough free memory",
+            Self::CoresShort => "node(s) with too few GPUs that have enough free compute",
+            Self::TooFewTogether => "node(s) where the containers fit by themselves but not together",
         }
     }
 

@@ -85,7 +85,7 @@ async fn filter_answers_in_gos_words() {
     let body = args(&three_gib(), &["small", "half", "idle", "dead", "unknown"]).to_string();
     let (code, _, text) = post(extender(true), "/filter", body).await;
     assert_eq!(code, 200);
-    let golden = r#"{"NodeNames":["idle"],"FailedNodes":{"half":"too few GPUs with enough free memory"},"FailedAndUnresolvableNodes":{"dead":"GPU device plugin is not registered","small":"GPUs have less memory than asked even when empty","unknown":"node has no GPUNode"}}"#;
+    let golden = r#"{"NodeNames":["idle"],"FailedNodes":{"half":"node(s) with too few GPUs that have enough free memory"},"FailedAndUnresolvableNodes":{"dead":"node(s) whose GPU device plugin is not registered","small":"node(s) whose GPUs have less memory than asked even when empty","unknown":"node(s) without a GPUNode"}}"#;
     assert_eq!(text, golden);
 }
 
@@ -160,7 +160,10 @@ async fn faults_of_our_own_are_errors_and_nothing_else_is() {
         let unresolvable = answer["FailedAndUnresolvableNodes"].as_object().unwrap();
         assert_eq!(unresolvable.len(), failed, "{case}: {text}");
         if failed > 0 {
-            assert_eq!(unresolvable["idle"], "the pod's GPU request is refused (MalformedQuantity)");
+            assert_eq!(
+                unresolvable["idle"],
+                "node(s) not tried, since the pod's GPU request is refused (MalformedQuantity)"
+            );
         }
     }
     let (code, _, text) = post(extender(true), "/filter", "{".to_owned()).await;

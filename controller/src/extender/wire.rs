@@ -161,7 +161,10 @@ mod tests {
                 };
                 bad.clone_into(slot);
                 let refusal = args.check().unwrap_err();
-                assert!(matches!(refusal, Error::ConfigValue { .. }), "{bad:?} as field {field}: {refusal:?}");
+                assert!(
+                    matches!(refusal, Error::ConfigValue { .. }),
+                    "{bad:?} as field {field}: {refusal:?}"
+                );
             }
         }
     }

@@ -55,7 +55,7 @@ pub enum Command {
         #[arg(long, value_name = "TIME")]
         until: Option<String>,
         /// Only this kind, e.g. Prepared.
-        #[arg(long)]
+        #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(crate::Event::KINDS))]
         kind: Option<String>,
         /// Only pods of this namespace.
         #[arg(long, short)]
@@ -63,7 +63,7 @@ pub enum Command {
         /// Only pods of this name.
         #[arg(long)]
         pod: Option<String>,
-        /// Only events about this card or MIG instance.
+        /// Only events about this card or MIG instance; the beginning of its uuid is enough.
         #[arg(long, value_name = "UUID")]
         card: Option<String>,
         /// Only the newest so many; 0 for all.
@@ -72,7 +72,7 @@ pub enum Command {
     },
     /// Says who had a card at a time.
     WhoHad {
-        /// Uuid of the card, or of a MIG instance.
+        /// Uuid of the card, or of a MIG instance; the beginning is enough where it is clear.
         #[arg(long, value_name = "UUID")]
         card: String,
         /// When (RFC 3339, e.g. 2026-03-01T14:05:00Z); now if absent.
@@ -121,7 +121,10 @@ pub async fn run_with(
                 kind: kind.clone(),
                 namespace: namespace.clone(),
                 pod: pod.clone(),
-                card: card.clone(),
+                card: match card {
+                    Some(card) => Some(whole(&mut reader, card).await?),
+                    None => None,
+                },
                 limit: (*limit > 0).then_some(*limit),
             };
             let rows = reader.list(&filter).await?;
@@ -135,6 +138,7 @@ pub async fn run_with(
         }
         Command::WhoHad { card, at } => {
             let at = at.as_deref().map_or(Ok(now), |text| time("--at", text))?;
+            let card = &whole(&mut reader, card).await?;
             let holders = reader.who_had(card, at).await?;
             let remark = match holders.is_empty() {
                 false => None,
@@ -165,6 +169,23 @@ pub async fn run_with(
         print(remarks, &format!("{remark}\n"))?;
     }
     Ok(code)
+}
+
+/// The uuid that `card` begins; `card` itself where the log knows it whole, or none like it.
+async fn whole(reader: &mut AuditReader, card: &str) -> Result<String, Error> {
+    if reader.knows_card(card).await? {
+        return Ok(card.to_owned());
+    }
+    let mut like = reader.cards_like(card).await?;
+    match like.len() {
+        0 => Ok(card.to_owned()),
+        1 => Ok(like.remove(0)),
+        _ => Err(Error::Argument {
+            flag: "--card",
+            value: card.to_owned(),
+            want: "the beginning of one uuid alone: give more of it",
+        }),
+    }
 }
 
 fn time(flag: &'static str, text: &str) -> Result<Timestamp, Error> {

@@ -251,6 +251,24 @@ pub enum Event {
 }
 
 impl Event {
+    /// Every [`Self::kind`], in the order of the variants.
+    pub const KINDS: [&'static str; 14] = [
+        "AgentStarted",
+        "PluginRegistered",
+        "InventoryChanged",
+        "HealthChanged",
+        "AllocationReserved",
+        "AllocationVoided",
+        "GrantIssued",
+        "GrantWithdrawn",
+        "Prepared",
+        "PrepareRefused",
+        "ContainerStarted",
+        "InitDone",
+        "Released",
+        "AuditGap",
+    ];
+
     /// Name of the variant, the `kind` column.
     #[must_use]
     pub fn kind(&self) -> &'static str {

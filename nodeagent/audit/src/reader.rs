@@ -224,6 +224,21 @@ impl AuditReader {
         Ok(replay(self.fetch(query).await?)?.holders(card))
     }
 
+    /// The cards (and MIG instances) whose uuid begins with `start`, in order: `kubectl get vgpuallocations` shows the
+    /// beginning only.
+    ///
+    /// # Errors
+    /// What SQLite says.
+    pub async fn cards_like(&mut self, start: &str) -> Result<Vec<String>, Error> {
+        let all: Vec<String> = sqlx::query_scalar(
+            "SELECT card FROM event_cards UNION SELECT mig_uuid FROM event_cards WHERE mig_uuid IS NOT NULL ORDER BY 1",
+        )
+        .fetch_all(&mut self.connection)
+        .await
+        .map_err(|e| failed(&self.path, e))?;
+        Ok(all.into_iter().filter(|card| card.starts_with(start)).collect())
+    }
+
     /// Whether any row is about `card` (or a MIG instance by its own uuid).
     ///
     /// # Errors

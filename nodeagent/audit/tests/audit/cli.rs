@@ -93,7 +93,7 @@ async fn who_had_is_answered_for_now_and_then() {
 async fn nothing_found_is_said_and_a_cut_list_too() {
     let at = place();
     small_log(&at.path).await;
-    let none = ask(&at.path, &["list", "--kind", "Nothing"]).await;
+    let none = ask(&at.path, &["list", "--kind", "AuditGap"]).await;
     assert_eq!((none.code, none.out.as_str(), none.remarks.as_str()), (Ok(0), "", "no event matches\n"));
     let none = ask(&at.path, &["pod", "team/absent"]).await;
     assert_eq!(none.remarks, "no event of pod team/absent on this node\n");
@@ -143,4 +143,26 @@ async fn control_characters_are_shown_and_not_obeyed() {
     let list = ask(&at.path, &["list"]).await;
     assert_eq!(list.out.lines().count(), 2, "{}", list.out);
     assert!(!list.out.contains('\u{1b}') && list.out.contains("\\u{1b}[2Jgone\\nSEQ"), "{}", list.out);
+}
+
+#[tokio::test]
+async fn a_card_is_known_by_the_beginning_of_its_uuid() {
+    let at = place();
+    small_log(&at.path).await;
+    let whole = ask(&at.path, &["list", "--card", CARD_A]).await;
+    let short = ask(&at.path, &["list", "--card", &CARD_A[..12]]).await;
+    assert_eq!(short.code, Ok(0), "{:?}", short.code);
+    assert_eq!(short.out, whole.out);
+    assert!(short.out.contains("Prepared"), "{}", short.out);
+    let none = ask(&at.path, &["who-had", "--card", "GPU-nobody"]).await;
+    assert!(none.remarks.contains("never seen GPU-nobody"), "{}", none.remarks);
+    let kind =
+        Program::try_parse_from(["agent", "audit", "list", "--kind", "Prepard"]).err().unwrap().to_string();
+    assert!(kind.contains("Prepard") && kind.contains("PrepareRefused"), "{kind}");
+}
+
+#[test]
+fn every_kind_is_listed_once() {
+    let kinds: std::collections::BTreeSet<_> = mullion_audit::Event::KINDS.into_iter().collect();
+    assert_eq!(kinds.len(), mullion_audit::Event::KINDS.len());
 }
