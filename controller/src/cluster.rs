@@ -304,14 +304,7 @@ impl Cluster {
             action: action.to_owned(),
             secondary: None,
         };
-        let object = ObjectReference {
-            api_version: Some("v1".to_owned()),
-            kind: Some("Pod".to_owned()),
-            namespace: Some(pod.namespace.clone()),
-            name: Some(pod.name.clone()),
-            uid: Some(pod.uid.0.clone()),
-            ..ObjectReference::default()
-        };
+        let object = mullion_crds::pod::object_reference(pod);
         let written = tokio::time::timeout(self.limit, self.recorder.publish(&event, &object)).await;
         match written {
             Ok(Ok(())) => {}

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Container, Pod};
+use k8s_openapi::api::core::v1::{Container, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use mullion_core::facts::{ContainerKind, PodRef};
 use mullion_core::request::{ContainerView, PodView};
@@ -39,6 +39,19 @@ pub fn pod_ref(pod: &Pod) -> Option<PodRef> {
         name: pod.metadata.name.clone()?,
         uid: pod.metadata.uid.as_deref()?.into(),
     })
+}
+
+/// The pod as an Event names it.
+#[must_use]
+pub fn object_reference(pod: &PodRef) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        namespace: Some(pod.namespace.clone()),
+        name: Some(pod.name.clone()),
+        uid: Some(pod.uid.0.clone()),
+        ..ObjectReference::default()
+    }
 }
 
 fn container(container: &Container, kind: ContainerKind) -> ContainerView {

@@ -8,6 +8,7 @@ use kube::Client;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use mullion_core::facts::PodRef;
 use mullion_core::units::NodeName;
+use mullion_crds::pod::object_reference;
 use tracing::warn;
 
 use crate::error::Error;
@@ -68,7 +69,7 @@ impl Announcer {
             action: "CheckUsageFile".to_owned(),
             secondary: None,
         };
-        self.publish(event, of_pod(pod));
+        self.publish(event, object_reference(pod));
     }
 
     fn node(&self) -> ObjectReference {
@@ -86,7 +87,7 @@ impl Announcer {
             let held = w.ledger.allocations_on(&w.node).filter(|a| !a.released && a.prepared);
             let held = held
                 .filter(|a| a.containers.iter().flat_map(|c| &c.devices).any(|d| d.uuid.as_str() == card));
-            held.map(|a| of_pod(&a.pod)).collect()
+            held.map(|a| object_reference(&a.pod)).collect()
         })
     }
 
@@ -100,16 +101,5 @@ impl Announcer {
                 warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "Event lost");
             }
         });
-    }
-}
-
-fn of_pod(pod: &PodRef) -> ObjectReference {
-    ObjectReference {
-        api_version: Some("v1".to_owned()),
-        kind: Some("Pod".to_owned()),
-        namespace: Some(pod.namespace.clone()),
-        name: Some(pod.name.clone()),
-        uid: Some(pod.uid.0.clone()),
-        ..ObjectReference::default()
     }
 }

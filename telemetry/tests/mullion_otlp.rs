@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
+use fake_otlp::Received;
 use mullion_telemetry::trace::{AdmissionStamp, record_admission};
 use mullion_telemetry::{
     Args, admission_trace, build, in_admission_trace, in_pod_trace, pod_span, root_span_id, trace_id,
@@ -12,67 +13,15 @@ use tokio::runtime::Runtime;
 use tracing::dispatcher::with_default;
 use tracing::{Span, info, info_span};
 
-use receiver::collector;
-
 const UID: &str = "0b6f7a7e-6a51-4a2e-9a53-3f1d0c8f2b11";
 
 #[cfg(test)]
-mod receiver {
-    //! A small OTLP/gRPC receiver that keeps what it gets.
-
-    use std::net::SocketAddr;
-    use std::sync::{Arc, Mutex};
-
-    use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
-        TraceService, TraceServiceServer,
-    };
-    use opentelemetry_proto::tonic::collector::trace::v1::{
-        ExportTraceServiceRequest, ExportTraceServiceResponse,
-    };
-    use opentelemetry_proto::tonic::common::v1::any_value::Value;
-    use opentelemetry_proto::tonic::trace::v1::Span;
-    use tokio::net::TcpListener;
-    use tokio::runtime::Runtime;
-    use tokio_stream::wrappers::TcpListenerStream;
-    use tonic::{Request, Response, Status};
-
-    /// Service name and span, as they came.
-    pub type Received = Arc<Mutex<Vec<(String, Span)>>>;
-
-    struct Collector(Received);
-
-    #[tonic::async_trait]
-    impl TraceService for Collector {
-        async fn export(
-            &self,
-            request: Request<ExportTraceServiceRequest>,
-        ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-            for resource in request.into_inner().resource_spans {
-                let attributes = resource.resource.unwrap_or_default().attributes;
-                let service =
-                    attributes.into_iter().find(|a| a.key == "service.name").and_then(|a| a.value?.value);
-                let Some(Value::StringValue(service)) = service else {
-                    return Err(Status::invalid_argument("no service.name"));
-                };
-                let spans = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
-                self.0.lock().unwrap().extend(spans.map(|span| (service.clone(), span)));
-            }
-            Ok(Response::new(ExportTraceServiceResponse::default()))
-        }
-    }
-
-    pub fn collector(runtime: &Runtime) -> (SocketAddr, Received) {
-        let received = Received::default();
-        let service = TraceServiceServer::new(Collector(received.clone()));
-        let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
-        let address = listener.local_addr().unwrap();
-        runtime.spawn(
-            tonic::transport::Server::builder()
-                .add_service(service)
-                .serve_with_incoming(TcpListenerStream::new(listener)),
-        );
-        (address, received)
-    }
+fn collector(runtime: &Runtime) -> (SocketAddr, Received) {
+    let received = Received::default();
+    let listener = runtime.block_on(TcpListener::bind("127.0.0.1:0")).unwrap();
+    let address = listener.local_addr().unwrap();
+    runtime.spawn(fake_otlp::receive(listener, received.clone()));
+    (address, received)
 }
 
 fn to(address: SocketAddr) -> Args {
@@ -104,7 +53,7 @@ fn two_processes_send_one_trace_for_one_pod() {
     controller_guard.shutdown().unwrap();
     agent_guard.shutdown().unwrap();
 
-    let spans = received.lock().unwrap().clone();
+    let spans = received.lock().clone();
     let find = |name: &str| {
         let of_name: Vec<_> = spans.iter().filter(|(_, span)| span.name == name).collect();
         assert_eq!(of_name.len(), 1, "{name} in {spans:?}");
@@ -143,7 +92,7 @@ fn the_webhooks_span_appears_in_the_pods_trace_once_the_pod_is_known() {
     });
     guard.shutdown().unwrap();
 
-    let spans = received.lock().unwrap().clone();
+    let spans = received.lock().clone();
     let in_trace = |trace: Vec<u8>| spans.iter().find(|(_, span)| span.trace_id == trace).unwrap().1.clone();
     let admission = admission_trace(REVIEW).to_bytes().to_vec();
     assert_eq!(in_trace(admission.clone()).name, "webhook");

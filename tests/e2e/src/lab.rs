@@ -76,6 +76,16 @@ impl Lab {
         text(&format!("kubectl {}", args.join(" ")), &output)
     }
 
+    /// What the kubelet of a node says can be allocated of the count resource.
+    ///
+    /// # Errors
+    /// When the node is not there or has not said yet.
+    pub fn slots(self, node: &str) -> Result<i64> {
+        let text =
+            self.kubectl(&["get", "node", node, "-o", r"jsonpath={.status.allocatable.nvidia\.com/gpu}"])?;
+        text.trim().parse().with_context(|| format!("allocatable of {node}: {text:?}"))
+    }
+
     /// Runs a command in a node's namespaces, as somebody logged in there would.
     ///
     /// # Errors

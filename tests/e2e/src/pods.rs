@@ -58,6 +58,12 @@ pub fn slice_pod(name: &str, memory: &str, cores: &str) -> Pod {
     pod(name, vec![container("main", &slice(memory, cores))])
 }
 
+/// How often the app containers of a pod were started again.
+#[must_use]
+pub fn restarts(pod: &Pod) -> i32 {
+    pod.status.iter().flat_map(|s| s.container_statuses.iter().flatten()).map(|c| c.restart_count).sum()
+}
+
 /// Changes to a pod.
 pub trait Build: Sized {
     /// Runs only on `node` (through affinity by name, so that the scheduler still decides).

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use k8s_openapi::api::apps::v1::ReplicaSet;
 use k8s_openapi::api::core::v1::{Event, Namespace, Pod};
 use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use kube::{Client, ResourceExt};
@@ -139,6 +140,38 @@ impl Scope {
         .await;
         match seen {
             Ok(pod) => Ok(pod),
+            Err(error) => Err(error.context(self.story(name).await)),
+        }
+    }
+
+    /// Creates a `ReplicaSet` whose pods are like `pod` and carry the label `app: <name>`.
+    ///
+    /// # Errors
+    /// What the API server says.
+    pub async fn create_set(&self, name: &str, replicas: i32, pod: &Pod) -> Result<()> {
+        let set: ReplicaSet = serde_json::from_value(serde_json::json!({
+            "metadata": {"name": name},
+            "spec": {"replicas": replicas, "selector": {"matchLabels": {"app": name}},
+                     "template": {"metadata": {"labels": {"app": name}}, "spec": pod.spec}}}))?;
+        let sets: Api<ReplicaSet> = Api::namespaced(self.client.clone(), &self.namespace);
+        sets.create(&PostParams::default(), &set).await?;
+        Ok(())
+    }
+
+    /// Waits until the scheduler has found no node for the pod, and gives its message.
+    ///
+    /// # Errors
+    /// With the pod's conditions and Events when it is not within [`PATIENCE`].
+    pub async fn unschedulable(&self, name: &str) -> Result<String> {
+        let seen = eventually(&format!("pod {name} refused"), PATIENCE, || async {
+            let conditions =
+                self.pods().get(name).await?.status.and_then(|s| s.conditions).unwrap_or_default();
+            let refused = conditions.into_iter().find(|c| c.reason.as_deref() == Some("Unschedulable"));
+            Ok(refused.map(|c| c.message.unwrap_or_default()))
+        })
+        .await;
+        match seen {
+            Ok(message) => Ok(message),
             Err(error) => Err(error.context(self.story(name).await)),
         }
     }

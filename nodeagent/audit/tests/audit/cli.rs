@@ -165,4 +165,9 @@ async fn a_card_is_known_by_the_beginning_of_its_uuid() {
 fn every_kind_is_listed_once() {
     let kinds: std::collections::BTreeSet<_> = mullion_audit::Event::KINDS.into_iter().collect();
     assert_eq!(kinds.len(), mullion_audit::Event::KINDS.len());
+    // serde names every variant when it meets one that does not exist.
+    let error =
+        serde_json::from_str::<mullion_audit::Event>(r#"{"kind":"NoSuchKind"}"#).unwrap_err().to_string();
+    let known: Vec<&str> = error.split('`').skip(3).step_by(2).collect();
+    assert_eq!(known, mullion_audit::Event::KINDS, "{error}");
 }

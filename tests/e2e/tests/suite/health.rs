@@ -3,18 +3,12 @@
 use anyhow::{Context, Result, ensure};
 use mullion_crds::gpunode::HealthState;
 use mullion_e2e::Scope;
-use mullion_e2e::pods::{Build, slice_pod};
+use mullion_e2e::pods::{Build, restarts, slice_pod};
 use mullion_e2e::scope::{PATIENCE, eventually};
 
 async fn health(scope: &Scope, node: &str, uuid: &str) -> Result<HealthState> {
     let status = scope.gpu_node(node).await?.status.context("no status")?;
     Ok(status.cards.iter().find(|c| c.uuid == uuid).context("card not listed")?.health.state)
-}
-
-fn allocatable(scope: &Scope, node: &str) -> Result<i64> {
-    let text =
-        scope.lab.kubectl(&["get", "node", node, "-o", r"jsonpath={.status.allocatable.nvidia\.com/gpu}"])?;
-    text.trim().parse().with_context(|| format!("allocatable of {node}: {text:?}"))
 }
 
 /// DP-09 and design section 4, "Health": the blast radius of a lost card is that card; it comes back by itself.
@@ -31,7 +25,7 @@ async fn a_lost_card_touches_only_its_own_pods_and_comes_back() -> Result<()> {
     let lost = scope.allocation(&first).await?.spec.containers[0].devices[0].uuid.clone();
     let kept = scope.allocation(&second).await?.spec.containers[0].devices[0].uuid.clone();
     ensure!(lost != kept, "both on {lost}");
-    ensure!(allocatable(&scope, "node-b")? == 20);
+    ensure!(scope.lab.slots("node-b")? == 20);
 
     scope.lab.fake("node-b", &["remove", &lost])?;
     eventually("the card is reported", PATIENCE, || async {
@@ -46,23 +40,18 @@ async fn a_lost_card_touches_only_its_own_pods_and_comes_back() -> Result<()> {
     );
     // Free slots are hidden, slots in use are not: 2 in use, 10 usable on the card that is left.
     eventually("free slots hidden", PATIENCE, || async {
-        Ok((allocatable(&scope, "node-b")? == 10).then_some(()))
+        Ok((scope.lab.slots("node-b")? == 10).then_some(()))
     })
     .await?;
     // Both pods go on, also over a restart of the kubelet.
     scope.lab.fault("kubelet@node-b", "kill")?;
     scope.lab.fault("kubelet@node-b", "restart")?;
     eventually("plugin registered again", PATIENCE, || async {
-        Ok((allocatable(&scope, "node-b")? == 10).then_some(()))
+        Ok((scope.lab.slots("node-b")? == 10).then_some(()))
     })
     .await?;
     let again = scope.running("on-other").await?;
-    let restarts: i32 = again
-        .status
-        .iter()
-        .flat_map(|s| s.container_statuses.iter().flatten())
-        .map(|c| c.restart_count)
-        .sum();
+    let restarts = restarts(&again);
     ensure!(restarts == 0, "the pod on the other card was restarted");
     // New pods land on the card that is left.
     scope.create(&slice_pod("new", "1000", "5").on("node-b")).await?;
@@ -72,7 +61,7 @@ async fn a_lost_card_touches_only_its_own_pods_and_comes_back() -> Result<()> {
     scope.lab.fake("node-b", &["restore", &lost])?;
     eventually("the card is back", PATIENCE, || async {
         let healthy = health(&scope, "node-b", &lost).await? == HealthState::Healthy;
-        Ok((healthy && allocatable(&scope, "node-b")? == 20).then_some(()))
+        Ok((healthy && scope.lab.slots("node-b")? == 20).then_some(()))
     })
     .await?;
     scope.remove().await
@@ -131,7 +120,7 @@ async fn a_node_made_anew_with_other_cards_gives_only_those() -> Result<()> {
     eventually("the new cards are reported", PATIENCE, || async {
         let status = scope.gpu_node("node-b").await?.status.context("no status")?;
         let there = status.cards.len() == 2 && status.cards.iter().all(|c| c.uuid != stale);
-        Ok((there && allocatable(&scope, "node-b")? == 20).then_some(()))
+        Ok((there && scope.lab.slots("node-b")? == 20).then_some(()))
     })
     .await?;
     scope.create(&slice_pod("new", "5000", "10").on("node-b")).await?;
@@ -148,15 +137,8 @@ async fn a_card_that_vanished_before_the_start_is_never_handed_out() -> Result<(
     let scope = Scope::new("gone-before-start").await?;
     // The agent is paused, so that the bound pod does not start before its card is gone.
     scope.lab.fault("agent@node-b", "stop")?;
-    let set = serde_json::json!({
-        "apiVersion": "apps/v1", "kind": "ReplicaSet", "metadata": {"name": "served", "namespace": scope.namespace},
-        "spec": {"replicas": 1, "selector": {"matchLabels": {"app": "served"}},
-                 "template": {"metadata": {"labels": {"app": "served"}},
-                              "spec": slice_pod("unused", "5000", "10").on("node-b").spec}}});
-    let file = std::env::temp_dir().join("gone-before-start.json");
-    std::fs::write(&file, set.to_string())?;
     let outcome = async {
-        scope.lab.kubectl(&["create", "-f", &file.to_string_lossy()])?;
+        scope.create_set("served", 1, &slice_pod("unused", "5000", "10").on("node-b")).await?;
         let allocation = eventually("bound", PATIENCE, || async {
             Ok(scope.allocations().list(&kube::api::ListParams::default()).await?.items.pop())
         })

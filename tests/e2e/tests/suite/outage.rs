@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use kube::ResourceExt;
 use mullion_e2e::Scope;
-use mullion_e2e::pods::{Build, pod, running, slice, slice_pod};
+use mullion_e2e::pods::{Build, pod, restarts, running, slice, slice_pod};
 use mullion_e2e::scope::{PATIENCE, eventually};
 
 /// How long the API server is away; the soak waits the full two minutes.
@@ -85,13 +85,6 @@ async fn restarts_of_kubelet_and_agent_in_any_order() -> Result<()> {
             scope.lab.fault(part, verb)?;
         }
         eventually("20 slots", PATIENCE, || async {
-            let slots = scope.lab.kubectl(&[
-                "get",
-                "node",
-                "node-b",
-                "-o",
-                r"jsonpath={.status.allocatable.nvidia\.com/gpu}",
-            ])?;
             let ready = scope.lab.kubectl(&[
                 "get",
                 "node",
@@ -99,7 +92,7 @@ async fn restarts_of_kubelet_and_agent_in_any_order() -> Result<()> {
                 "-o",
                 r#"jsonpath={.status.conditions[?(@.type=="Ready")].status}"#,
             ])?;
-            Ok((slots.trim() == "20" && ready.trim() == "True").then_some(()))
+            Ok((scope.lab.slots("node-b")? == 20 && ready.trim() == "True").then_some(()))
         })
         .await
         .with_context(|| format!("round {round}"))?;
@@ -108,12 +101,7 @@ async fn restarts_of_kubelet_and_agent_in_any_order() -> Result<()> {
         scope.running(&name).await.with_context(|| format!("round {round}"))?;
     }
     let steady = scope.running("steady").await?;
-    let restarts: i32 = steady
-        .status
-        .iter()
-        .flat_map(|s| s.container_statuses.iter().flatten())
-        .map(|c| c.restart_count)
-        .sum();
+    let restarts = restarts(&steady);
     ensure!(restarts == 0, "the steady pod was restarted {restarts} times");
     scope.remove().await
 }
@@ -124,23 +112,12 @@ async fn restarts_of_kubelet_and_agent_in_any_order() -> Result<()> {
 async fn a_dead_agent_draws_no_pods() -> Result<()> {
     let scope = Scope::new("no-pod-storm").await?;
     scope.lab.fault("agent@node-b", "kill")?;
-    let slots = || {
-        scope.lab.kubectl(&["get", "node", "node-b", "-o", r"jsonpath={.status.allocatable.nvidia\.com/gpu}"])
-    };
     let outcome = async {
         eventually("no slots without the plugin", PATIENCE, || async {
-            Ok((slots()?.trim() == "0").then_some(()))
+            Ok((scope.lab.slots("node-b")? == 0).then_some(()))
         })
         .await?;
-        let set = serde_json::json!({
-            "apiVersion": "apps/v1", "kind": "ReplicaSet",
-            "metadata": {"name": "patient", "namespace": scope.namespace},
-            "spec": {"replicas": 2, "selector": {"matchLabels": {"app": "patient"}},
-                     "template": {"metadata": {"labels": {"app": "patient"}},
-                                  "spec": slice_pod("unused", "500", "2").on("node-b").spec}}});
-        let file = std::env::temp_dir().join("no-pod-storm.json");
-        std::fs::write(&file, set.to_string())?;
-        scope.lab.kubectl(&["create", "-f", &file.to_string_lossy()])?;
+        scope.create_set("patient", 2, &slice_pod("unused", "500", "2").on("node-b")).await?;
         tokio::time::sleep(Duration::from_secs(15)).await;
         let pods = scope.pods().list(&kube::api::ListParams::default()).await?.items;
         ensure!(pods.len() == 2, "{} pods were made", pods.len());
@@ -179,12 +156,7 @@ async fn a_planned_stop_closes_the_node_first() -> Result<()> {
     scope.create(&slice_pod("next", "500", "2").on("node-b")).await?;
     scope.running("next").await?;
     let stays = scope.running("stays").await?;
-    let restarts: i32 = stays
-        .status
-        .iter()
-        .flat_map(|s| s.container_statuses.iter().flatten())
-        .map(|c| c.restart_count)
-        .sum();
+    let restarts = restarts(&stays);
     ensure!(restarts == 0, "the running pod was touched");
     scope.remove().await
 }

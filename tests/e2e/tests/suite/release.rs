@@ -18,12 +18,7 @@ async fn a_release_wakes_the_pod_that_waits_for_it() -> Result<()> {
     scope.running("one").await?;
     scope.running("two").await?;
     scope.create(&slice_pod("waits", "30000", "10").on("node-b")).await?;
-    eventually("the third is refused", PATIENCE, || async {
-        let conditions =
-            scope.pods().get("waits").await?.status.and_then(|s| s.conditions).unwrap_or_default();
-        Ok(conditions.into_iter().find(|c| c.reason.as_deref() == Some("Unschedulable")))
-    })
-    .await?;
+    scope.unschedulable("waits").await?;
     scope.delete("one").await?;
     let released = Instant::now();
     scope.running("waits").await?;

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use anyhow::{Result, ensure};
 use mullion_e2e::Scope;
 use mullion_e2e::pods::{Build, container, pod, slice_pod};
-use mullion_e2e::scope::{PATIENCE, eventually};
 
 async fn cards_of(scope: &Scope, name: &str) -> Result<BTreeSet<String>> {
     let made = scope.running(name).await?;
@@ -47,13 +46,7 @@ async fn sizes_count_per_card_and_cards_are_distinct() -> Result<()> {
     ];
     for (name, limits) in never {
         scope.create(&pod(name, vec![container("main", &limits)]).on("node-b")).await?;
-        let message = eventually("refused", PATIENCE, || async {
-            let conditions =
-                scope.pods().get(name).await?.status.and_then(|s| s.conditions).unwrap_or_default();
-            let refused = conditions.into_iter().find(|c| c.reason.as_deref() == Some("Unschedulable"));
-            Ok(refused.and_then(|c| c.message))
-        })
-        .await?;
+        let message = scope.unschedulable(name).await?;
         // Fixed texts: no names and no numbers of ours, else the scheduler writes and retries for ever.
         ensure!(!message.contains("MiB") && !message.contains("GPU-"), "{name}: {message}");
     }
@@ -73,12 +66,7 @@ async fn a_bare_count_is_a_whole_card() -> Result<()> {
         ensure!((device.memory_mib, device.core_percent) == (memory, 100), "{device:?}, card {memory}");
     }
     scope.create(&slice_pod("beside", "100", "0").on("node-b")).await?;
-    eventually("nothing fits beside it", PATIENCE, || async {
-        let conditions =
-            scope.pods().get("beside").await?.status.and_then(|s| s.conditions).unwrap_or_default();
-        Ok(conditions.into_iter().find(|c| c.reason.as_deref() == Some("Unschedulable")))
-    })
-    .await?;
+    scope.unschedulable("beside").await?;
     scope.delete("whole").await?;
     scope.running("beside").await?;
     scope.remove().await
@@ -88,32 +76,17 @@ async fn a_bare_count_is_a_whole_card() -> Result<()> {
 #[tokio::test]
 async fn a_cordoned_gpu_node_takes_nothing_new() -> Result<()> {
     let scope = Scope::new("cordon").await?;
-    scope.lab.kubectl(&[
-        "patch",
-        "gpunode",
-        "node-b",
-        "--type=merge",
-        "-p",
-        r#"{"spec":{"cordon":true}}"#,
-    ])?;
+    let cordon = |wish: &str| {
+        let patch = format!(r#"{{"spec":{{"cordon":{wish}}}}}"#);
+        scope.lab.kubectl(&["patch", "gpunode", "node-b", "--type=merge", "-p", &patch])
+    };
+    cordon("true")?;
     let outcome = async {
         scope.create(&slice_pod("waits", "100", "0").on("node-b")).await?;
-        eventually("refused", PATIENCE, || async {
-            let conditions =
-                scope.pods().get("waits").await?.status.and_then(|s| s.conditions).unwrap_or_default();
-            Ok(conditions.into_iter().find(|c| c.reason.as_deref() == Some("Unschedulable")))
-        })
-        .await
+        scope.unschedulable("waits").await
     }
     .await;
-    scope.lab.kubectl(&[
-        "patch",
-        "gpunode",
-        "node-b",
-        "--type=merge",
-        "-p",
-        r#"{"spec":{"cordon":null}}"#,
-    ])?;
+    cordon("null")?;
     outcome?;
     scope.running("waits").await?;
     scope.remove().await

@@ -1,9 +1,8 @@
 //! Two deciders at once on a full node: never over-given; the loser is evicted and its owner's new pod placed.
 
 use anyhow::{Context, Result, ensure};
-use k8s_openapi::api::apps::v1::ReplicaSet;
 use kube::ResourceExt;
-use kube::api::{Api, ListParams, PostParams};
+use kube::api::ListParams;
 use mullion_crds::VGPUAllocation;
 use mullion_e2e::Scope;
 use mullion_e2e::pods::{Build, slice_pod};
@@ -73,13 +72,7 @@ async fn a_stale_decision_is_voided_and_its_owner_served_elsewhere() -> Result<(
     let won = scope.allocation(&winner).await?;
 
     let paused = Paused::new(&scope)?;
-    let template = slice_pod("unused", "9000", "10").spec;
-    let set: ReplicaSet = serde_json::from_value(serde_json::json!({
-        "metadata": {"name": "loser"},
-        "spec": {"replicas": 1, "selector": {"matchLabels": {"app": "loser"}},
-                 "template": {"metadata": {"labels": {"app": "loser"}}, "spec": template}}}))?;
-    let sets: Api<ReplicaSet> = Api::namespaced(scope.client.clone(), &scope.namespace);
-    sets.create(&PostParams::default(), &set).await?;
+    scope.create_set("loser", 1, &slice_pod("unused", "9000", "10")).await?;
     let loser = eventually("the set's pod", PATIENCE, || async {
         Ok(scope.pods().list(&ListParams::default().labels("app=loser")).await?.items.pop())
     })
