@@ -1,0 +1,3 @@
+//! Memory accounting of a container: exact, lock-free, crash-safe.
+
+#![no_std]

@@ -1,0 +1,3 @@
+//! Pacing of kernel launches: a bucket that refills itself and the loop that steers it.
+
+#![no_std]
