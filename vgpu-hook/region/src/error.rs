@@ -47,6 +47,23 @@ pub enum Error {
         /// Value of `proc_num`.
         found: i32,
     },
+    /// More slots announced by the extension than the usage file has.
+    HighWater {
+        /// Value of the high-water mark.
+        found: u32,
+    },
+    /// A file of a HAMi library of early 2024, which kept no utilisation and no version.
+    TooOld {
+        /// Bytes of the file.
+        found: u64,
+    },
+    /// A file of another of HAMi's layouts than the one wanted.
+    Layout {
+        /// Layout found.
+        found: &'static str,
+        /// Layout wanted.
+        known: &'static str,
+    },
     /// A card's uuid is empty, too long or holds something other than printable uuid characters.
     CardUuid {
         /// Index of the card in the file; 0 for a value that is not in a file yet.
@@ -84,6 +101,9 @@ impl Error {
             Self::Length { .. } => "RegionLength",
             Self::TooManyDevices { .. } => "RegionTooManyDevices",
             Self::TooManySlots { .. } => "RegionTooManySlots",
+            Self::HighWater { .. } => "RegionHighWater",
+            Self::TooOld { .. } => "RegionTooOld",
+            Self::Layout { .. } => "RegionLayout",
             Self::CardUuid { .. } => "RegionCardUuid",
             Self::CorePercent { .. } => "RegionCorePercent",
             Self::Zero { .. } => "RegionZero",
@@ -123,6 +143,21 @@ impl fmt::Display for Error {
                     "proc_num is {found}, outside of 0..={}: the tenant overwrote it",
                     crate::usage::SLOTS
                 )
+            }
+            Self::HighWater { found } => {
+                write!(
+                    f,
+                    "the high-water mark of slots is {found}, above {}: the tenant overwrote it",
+                    crate::usage::SLOTS
+                )
+            }
+            Self::TooOld { found } => write!(
+                f,
+                "the usage file has {found} bytes, as HAMi's library wrote it before April 2024, without a version and \
+                 without utilisation: restart the pod with a newer library"
+            ),
+            Self::Layout { found, known } => {
+                write!(f, "the usage file has layout {found}, wanted is {known}: it is of another library")
             }
             Self::CardUuid { index } => write!(
                 f,

@@ -22,22 +22,15 @@
 //! | 2,008,920 | 32 | `sem_t` `sem_postinit` |
 //! | 2,008,952 | 1 | byte that every start of HAMi's library zeroes |
 //!
-//! Ours starts at the next page, 2,011,136, and is 16 KiB long:
-//!
-//! | offset there | size | field |
-//! | ---: | ---: | --- |
-//! | 0 | 8 | magic, `MULUSAGE` |
-//! | 8 | 4 | version, 1 |
-//! | 12 | 4 | length of the extension, 16,384 |
-//! | 16 | 48 | reserved, zero |
-//! | 64 | 16,320 | zero in version 1; later releases add to it |
+//! Ours starts at the next page, 2,011,136, and is 278,528 bytes long: see [`crate::extension`].
 //!
 //! The agent creates the file and never maps it: a tenant who truncates a mapped file kills the mapper with SIGBUS.
 
 use core::num::NonZeroU64;
 
-use crate::bytes::{array, i32_at, put, u32_at, u64_at};
-use crate::{CardUuid, CorePercent, Devices, Error, MAX_DEVICES};
+use crate::bytes::put;
+use crate::hami::{self, Header, Layout};
+use crate::{CardUuid, CorePercent, Devices, Error, MAX_DEVICES, extension};
 
 /// First word of the file (`MULTIPROCESS_SHARED_REGION_MAGIC_FLAG` of HAMi-core).
 pub const MAGIC: u32 = 19_920_718;
@@ -81,14 +74,8 @@ pub const HAMI_LEN: usize = 2_008_952;
 
 /// Offset of the extension.
 pub const EXTENSION_AT: usize = 2_011_136;
-/// Size of the extension.
-pub const EXTENSION_LEN: usize = 16 * 1024;
-/// Size of the extension's header.
-pub const EXTENSION_HEADER_LEN: usize = 64;
-/// First eight bytes of the extension.
-pub const EXTENSION_MAGIC: [u8; 8] = *b"MULUSAGE";
-/// Version of the extension.
-pub const EXTENSION_VERSION: u32 = 1;
+/// Size of the extension: [`extension::LEN`].
+pub const EXTENSION_LEN: usize = extension::LEN;
 /// Size of the whole file.
 pub const FILE_LEN: usize = EXTENSION_AT + EXTENSION_LEN;
 
@@ -122,13 +109,10 @@ const _: () = {
     assert!(LAST_KERNEL_TIME_AT + 8 == SEM_POSTINIT_AT && PRIORITY_AT + 4 == LAST_KERNEL_TIME_AT);
     // The extension starts on a page of its own and clear of the byte that HAMi's library zeroes.
     assert!(EXTENSION_AT.is_multiple_of(4096) && EXTENSION_AT > HAMI_LEN && EXTENSION_AT - HAMI_LEN < 4096);
-    assert!(FILE_LEN == 2_027_520);
+    assert!(FILE_LEN == 2_289_664);
     // HAMi's slots hold u64 counters that are loaded without a lock.
     assert!(SLOTS_AT.is_multiple_of(8) && SLOT_SIZE.is_multiple_of(8));
 };
-
-const WHAT: &str = "usage file";
-const WHAT_EXTENSION: &str = "usage file's extension";
 
 /// Offset of process slot `slot`, or `None` beyond the last.
 #[must_use]
@@ -161,7 +145,7 @@ pub struct UsageSpec {
 pub struct Image {
     header: [u8; HEADER_LEN],
     tail: [u8; TAIL_LEN],
-    extension: [u8; EXTENSION_HEADER_LEN],
+    extension: [u8; extension::HEADER_LEN],
 }
 
 impl Image {
@@ -196,126 +180,18 @@ pub fn image(spec: &UsageSpec) -> Image {
     put(&mut tail, RECENT_KERNEL_AT - PROC_NUM_AT, &RECENT_KERNEL.to_le_bytes());
     put(&mut tail, PRIORITY_AT - PROC_NUM_AT, &spec.priority.to_le_bytes());
     put(&mut tail, SEM_POSTINIT_AT - PROC_NUM_AT, &SEM_FREE);
-    let mut extension = [0; EXTENSION_HEADER_LEN];
-    put(&mut extension, 0, &EXTENSION_MAGIC);
-    put(&mut extension, 8, &EXTENSION_VERSION.to_le_bytes());
-    put(&mut extension, 12, &EXTENSION_LEN_WORD.to_le_bytes());
-    Image { header, tail, extension }
+    Image { header, tail, extension: extension::header() }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "16 KiB")]
-const EXTENSION_LEN_WORD: u32 = EXTENSION_LEN as u32;
-
-/// What the header and tail of a v1 usage file say, checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UsageHeader {
-    /// Minor version: 1 or 2.
-    pub minor: u32,
-    /// The cards; each with the limits that the tenant's library applies.
-    pub devices: Devices<HeaderDevice>,
-    /// Process slots in use.
-    pub proc_num: usize,
-    /// `utilization_switch`.
-    pub utilization_switch: i32,
-    /// `recent_kernel`.
-    pub recent_kernel: i32,
-    /// `priority`.
-    pub priority: i32,
-    /// Unix seconds of the last launch, 0 = none.
-    pub last_kernel_time: u64,
-}
-
-/// One card as a usage file names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeaderDevice {
-    /// Card or MIG instance.
-    pub uuid: CardUuid,
-    /// Memory limit in bytes, 0 = none.
-    pub memory_limit: u64,
-    /// SM limit in percent; any number a tenant wrote.
-    pub sm_limit: u64,
-}
-
-/// Reads the header and tail of a file of `file_len` bytes that a tenant may have overwritten: `header` is what lies
-/// at offset 0, `tail` at [`PROC_NUM_AT`].
+/// Reads the header and tail of one of our files, of `file_len` bytes, that a tenant may have overwritten: `header` is
+/// what lies at offset 0, `tail` at [`PROC_NUM_AT`].
 ///
 /// # Errors
-/// [`Error`] names the first field without a meaning; version 1.1 and 1.2 are known.
-pub fn read_header(file_len: u64, header: &[u8], tail: &[u8]) -> Result<UsageHeader, Error> {
-    let short =
-        |need: usize, found: usize| Error::TooShort { what: WHAT, need: need as u64, found: found as u64 };
-    if file_len < HAMI_LEN as u64 {
-        return Err(Error::TooShort { what: WHAT, need: HAMI_LEN as u64, found: file_len });
+/// [`Error`] names the first field without a meaning, also where the file is of another of HAMi's layouts than
+/// [`Layout::V1_2`].
+pub fn read_header(file_len: u64, header: &[u8], tail: &[u8]) -> Result<Header, Error> {
+    match hami::identify(file_len, header)? {
+        Layout::V1_2 => Layout::V1_2.read_header(header, tail),
+        other => Err(Error::Layout { found: other.name(), known: Layout::V1_2.name() }),
     }
-    let header = header.first_chunk::<HEADER_LEN>().ok_or(short(HEADER_LEN, header.len()))?;
-    let tail = tail.first_chunk::<TAIL_LEN>().ok_or(short(TAIL_LEN, tail.len()))?;
-    let field32 = |at: usize| u32_at(header, at).ok_or(short(at + 4, HEADER_LEN));
-    let field64 = |at: usize| u64_at(header, at).ok_or(short(at + 8, HEADER_LEN));
-    let tail32 = |at: usize| i32_at(tail, at - PROC_NUM_AT).ok_or(short(at + 4, HAMI_LEN));
-
-    let magic = field32(0)?;
-    if magic != MAGIC {
-        return Err(Error::Magic { what: WHAT, found: magic.into() });
-    }
-    let (major, minor) = (field32(4)?, field32(8)?);
-    if major != MAJOR {
-        return Err(Error::Version { what: WHAT, found: major, known: MAJOR });
-    }
-    if !(1..=MINOR).contains(&minor) {
-        return Err(Error::Unknown { field: "minor version of the usage file", found: minor });
-    }
-    let count = field64(DEVICE_NUM_AT)?;
-    let known = usize::try_from(count)
-        .ok()
-        .filter(|n| *n <= MAX_DEVICES)
-        .ok_or(Error::TooManyDevices { found: count })?;
-    let mut devices = Devices::new();
-    for index in 0..known {
-        let uuid =
-            array::<UUID_SIZE>(header, UUIDS_AT + UUID_SIZE * index).ok_or(short(HEADER_LEN, HEADER_LEN))?;
-        devices.push(HeaderDevice {
-            uuid: CardUuid::from_field(&uuid, index)?,
-            memory_limit: field64(LIMITS_AT + 8 * index)?,
-            sm_limit: field64(SM_LIMITS_AT + 8 * index)?,
-        })?;
-    }
-    let proc_num = tail32(PROC_NUM_AT)?;
-    Ok(UsageHeader {
-        minor,
-        devices,
-        proc_num: usize::try_from(proc_num)
-            .ok()
-            .filter(|n| *n <= SLOTS)
-            .ok_or(Error::TooManySlots { found: proc_num })?,
-        utilization_switch: tail32(UTILIZATION_SWITCH_AT)?,
-        recent_kernel: tail32(RECENT_KERNEL_AT)?,
-        priority: tail32(PRIORITY_AT)?,
-        last_kernel_time: u64_at(tail, LAST_KERNEL_TIME_AT - PROC_NUM_AT).ok_or(short(HAMI_LEN, HAMI_LEN))?,
-    })
-}
-
-/// Checks the extension's header: `bytes` is what lies at [`EXTENSION_AT`].
-///
-/// # Errors
-/// [`Error`] names the first field that is not as [`image`] writes it.
-pub fn check_extension(bytes: &[u8]) -> Result<(), Error> {
-    let short = Error::TooShort {
-        what: WHAT_EXTENSION,
-        need: EXTENSION_HEADER_LEN as u64,
-        found: bytes.len() as u64,
-    };
-    let bytes = bytes.first_chunk::<EXTENSION_HEADER_LEN>().ok_or(short)?;
-    let magic = array::<8>(bytes, 0).ok_or(short)?;
-    if magic != EXTENSION_MAGIC {
-        return Err(Error::Magic { what: WHAT_EXTENSION, found: u64::from_le_bytes(magic) });
-    }
-    let version = u32_at(bytes, 8).ok_or(short)?;
-    if version != EXTENSION_VERSION {
-        return Err(Error::Version { what: WHAT_EXTENSION, found: version, known: EXTENSION_VERSION });
-    }
-    let length = u32_at(bytes, 12).ok_or(short)?;
-    if length != EXTENSION_LEN_WORD {
-        return Err(Error::Length { what: WHAT_EXTENSION, found: length, known: EXTENSION_LEN_WORD });
-    }
-    Ok(())
 }

@@ -4,9 +4,10 @@
 
 use std::num::{NonZeroU32, NonZeroU64};
 
+use mullion_region::hami::Header;
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::usage::{self, UsageDevice, UsageSpec};
-use mullion_region::{CardUuid, CorePercent, Devices, Error};
+use mullion_region::{CardUuid, CorePercent, Devices, Error, extension};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -63,7 +64,7 @@ fn file(spec: &UsageSpec) -> Vec<u8> {
     file
 }
 
-fn read(file: &[u8]) -> Result<usage::UsageHeader, Error> {
+fn read(file: &[u8]) -> Result<Header, Error> {
     let at = |offset: usize| file.get(offset..).unwrap_or_default();
     usage::read_header(file.len() as u64, at(0), at(usage::PROC_NUM_AT))
 }
@@ -93,7 +94,7 @@ proptest! {
     fn noise_is_refused(bytes in vec(any::<u8>(), 0..9000)) {
         prop_assert!(page::decode(&bytes).is_err());
         prop_assert!(read(&bytes).is_err());
-        prop_assert!(usage::check_extension(&bytes).is_err());
+        prop_assert!(extension::check(&bytes).is_err());
     }
 
     #[test]
@@ -101,13 +102,13 @@ proptest! {
         let spec = UsageSpec { devices: Devices::from_slice(&devices).unwrap(), priority };
         let bytes = file(&spec);
         let header = read(&bytes).unwrap();
-        prop_assert_eq!((header.minor, header.proc_num, header.priority), (2, 0, priority));
+        prop_assert_eq!((header.proc_num, header.priority), (0, priority));
         prop_assert_eq!((header.utilization_switch, header.recent_kernel), (1, 2));
         let seen: Vec<_> = header.devices.iter().map(|d| (d.uuid, d.memory_limit, d.sm_limit)).collect();
         let want: Vec<_> =
             devices.iter().map(|d| (d.uuid, d.memory_limit.get(), u64::from(d.core.get()))).collect();
         prop_assert_eq!(seen, want);
-        prop_assert_eq!(usage::check_extension(&bytes[usage::EXTENSION_AT..]), Ok(()));
+        prop_assert_eq!(extension::check(&bytes[usage::EXTENSION_AT..]), Ok(()));
     }
 
     #[test]
