@@ -33,6 +33,13 @@ struct CallLabel {
     call: &'static str,
 }
 
+/// A driver's call, and the card that it was about; empty for the driver as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DriverLabel {
+    call: &'static str,
+    card: String,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CardLabel {
     card: String,
@@ -43,7 +50,7 @@ struct CardLabel {
 pub struct Metrics {
     prepare: Histogram,
     refusals: Family<CodeLabel, Counter>,
-    nvml_errors: Family<CallLabel, Counter>,
+    nvml_errors: Family<DriverLabel, Counter>,
     api_writes: Family<CallLabel, Counter>,
 }
 
@@ -70,7 +77,12 @@ impl Metrics {
 
     /// A call of the driver failed.
     pub fn nvml_error(&self, call: &'static str) {
-        self.nvml_errors.get_or_create(&CallLabel { call }).inc();
+        self.nvml_card_error(call, "");
+    }
+
+    /// A call of the driver failed for one card.
+    pub fn nvml_card_error(&self, call: &'static str, card: &str) {
+        self.nvml_errors.get_or_create(&DriverLabel { call, card: card.to_owned() }).inc();
     }
 
     /// The API server was written to.
@@ -161,7 +173,11 @@ pub fn registry(metrics: &Metrics, shared: &Arc<Shared>, audit: Audit) -> Regist
         "Containers that were refused, by code",
         metrics.refusals.clone(),
     );
-    registry.register("mullion_agent_nvml_errors", "Failed calls of the driver", metrics.nvml_errors.clone());
+    registry.register(
+        "mullion_nvml_errors",
+        "Failed calls of the driver, by call and card",
+        metrics.nvml_errors.clone(),
+    );
     registry.register("mullion_agent_api_writes", "Writes to the API server", metrics.api_writes.clone());
     registry.register_collector(Box::new(WorldGauges { shared: Arc::clone(shared), audit }));
     registry

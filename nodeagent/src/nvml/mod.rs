@@ -1,8 +1,9 @@
 //! The NVIDIA driver, behind a thread of its own: NVML blocks, and its handles borrow from it.
 //!
-//! [`survey`] reads the cards, [`sys`] holds the few calls that need `unsafe`. The library is loaded anew after it
+//! [`survey`] reads the cards, [`sample`] what they do, [`sys`] holds the few calls that need `unsafe`. The library is loaded anew after it
 //! stopped answering, so that a driver that appears or is replaced is picked up.
 
+pub mod sample;
 pub mod survey;
 pub mod sys;
 
@@ -24,6 +25,7 @@ use tracing::{debug, info};
 
 use crate::error::Error;
 use crate::metrics::Metrics;
+use sample::Sample;
 
 /// How long a caller waits for the thread; a call of the driver that hangs must not hang the agent.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -115,6 +117,7 @@ pub type Pids = BTreeMap<String, Vec<u32>>;
 enum Request {
     Survey(oneshot::Sender<Result<Survey, Trouble>>),
     Pids(Vec<String>, oneshot::Sender<Result<Pids, Trouble>>),
+    Sample(u64, oneshot::Sender<Result<Sample, Trouble>>),
 }
 
 impl Request {
@@ -122,6 +125,7 @@ impl Request {
         match self {
             Self::Survey(reply) => reply.is_closed(),
             Self::Pids(_, reply) => reply.is_closed(),
+            Self::Sample(_, reply) => reply.is_closed(),
         }
     }
 }
@@ -166,6 +170,14 @@ impl DriverHandle {
     /// [`Error::Driver`]: then nothing is known.
     pub async fn pids(&self, cards: Vec<String>) -> Result<Pids, Error> {
         self.ask(|reply| Request::Pids(cards, reply), "pids").await
+    }
+
+    /// What all cards do now; measurements of processes are those after `since_us` (Unix time in µs).
+    ///
+    /// # Errors
+    /// [`Error::Driver`]: then nothing is known.
+    pub async fn sample(&self, since_us: u64) -> Result<Sample, Error> {
+        self.ask(|reply| Request::Sample(since_us, reply), "sample").await
     }
 
     async fn ask<T>(
@@ -227,6 +239,23 @@ fn serve(inbox: &mpsc::Receiver<Request>, library: Option<&OsStr>, metrics: &Met
                 let _ = reply.send(result);
                 nvml = Some(driver);
                 failed
+            }
+            (Request::Sample(since_us, reply), Ok(driver)) => {
+                let result = sample::sample(&driver, since_us);
+                let failed = result.as_ref().err().cloned();
+                if let Ok(found) = &result {
+                    for card in &found.cards {
+                        card.troubles.iter().for_each(|t| metrics.nvml_card_error(t.call, &card.uuid));
+                    }
+                    found.nameless.iter().for_each(|t| metrics.nvml_error(t.call));
+                }
+                let _ = reply.send(result);
+                nvml = Some(driver);
+                failed
+            }
+            (Request::Sample(_, reply), Err(trouble)) => {
+                let _ = reply.send(Err(trouble.clone()));
+                Some(trouble)
             }
             (Request::Survey(reply), Err(trouble)) => {
                 let _ = reply.send(Err(trouble.clone()));

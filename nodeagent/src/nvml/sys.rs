@@ -8,7 +8,12 @@ use std::mem::size_of;
 
 use nvml_wrapper::Device;
 use nvml_wrapper::error::{NvmlError, nvml_sym, nvml_try, nvml_try_count};
-use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t};
+use nvml_wrapper_sys::bindings::{
+    nvmlDevice_t, nvmlGpuInstancePlacement_t, nvmlGpuInstanceProfileInfo_v2_t,
+    nvmlProcessUtilizationInfo_v1_t, nvmlProcessesUtilizationInfo_v1_t,
+};
+
+use crate::nvml::sample::Busy;
 
 /// More placements than any grid has; a driver that announces more is not believed.
 const MOST_PLACEMENTS: c_uint = 64;
@@ -120,6 +125,47 @@ fn placements(device: &Device<'_>, profile_id: u32) -> Result<Vec<(u32, u32)>, N
     nvml_try(unsafe { call(handle(device), profile_id, found.as_mut_ptr(), &raw mut count) })?;
     found.truncate(count as usize);
     Ok(found.iter().map(|p| (p.start, p.size)).collect())
+}
+
+/// Most processes on one card; a driver that announces more is not believed.
+const MOST_PROCESSES: c_uint = 65_536;
+
+/// How busy processes kept a card after `since_us`: what cards answer that do not know
+/// `nvmlDeviceGetProcessUtilization` any more.
+///
+/// # Errors
+/// NVML's; `NotFound` where nobody did anything.
+pub fn processes_utilization(device: &Device<'_>, since_us: u64) -> Result<Vec<Busy>, NvmlError> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetProcessesUtilizationInfo.as_ref())?;
+    let size = size_of::<nvmlProcessesUtilizationInfo_v1_t>();
+    let mut info = nvmlProcessesUtilizationInfo_v1_t {
+        // NVML_STRUCT_VERSION of nvml.h, as above.
+        version: c_uint::try_from(size).unwrap_or(0) | (1 << 24),
+        processSamplesCount: 0,
+        lastSeenTimeStamp: since_us,
+        procUtilArray: std::ptr::null_mut(),
+    };
+    // SAFETY: with no array the call only writes the number of samples into `info`.
+    nvml_try_count(unsafe { call(handle(device), &raw mut info) })?;
+    if info.processSamplesCount == 0 || info.processSamplesCount > MOST_PROCESSES {
+        return Ok(Vec::new());
+    }
+    let empty = nvmlProcessUtilizationInfo_v1_t {
+        timeStamp: 0,
+        pid: 0,
+        smUtil: 0,
+        memUtil: 0,
+        encUtil: 0,
+        decUtil: 0,
+        jpgUtil: 0,
+        ofaUtil: 0,
+    };
+    let mut found = vec![empty; info.processSamplesCount as usize];
+    info.procUtilArray = found.as_mut_ptr();
+    // SAFETY: the array has room for the number of samples that `info` says, and NVML writes no more than that.
+    nvml_try(unsafe { call(handle(device), &raw mut info) })?;
+    found.truncate(info.processSamplesCount as usize);
+    Ok(found.iter().map(|s| Busy { pid: s.pid, at_us: s.timeStamp, sm: s.smUtil }).collect())
 }
 
 /// A C string in a fixed array; what is not ASCII is left out.
