@@ -154,6 +154,22 @@ pub enum Event {
     AllocationObserved(AllocationFact),
     /// The `VGPUAllocation` is gone. Its finalizer makes that a proof of release.
     AllocationGone(AllocationUid),
+    /// A `VGPUAllocation` is there and cannot be read: what it gives away is not known.
+    AllocationUnreadable {
+        /// Uid of the object.
+        uid: AllocationUid,
+        /// Its node, where at least that could be read.
+        node: Option<NodeName>,
+    },
+    /// A container of that pod that asks for GPUs has started there, and the pod has not ended.
+    PodStarted {
+        /// Uid of the pod.
+        pod: PodUid,
+        /// Where it is bound.
+        node: NodeName,
+    },
+    /// The pod has ended, or is gone.
+    PodEnded(PodUid),
     /// This process is about to create that allocation (its uid is not known yet and ignored).
     /// Ends when an allocation of the same pod is observed, or by [`Event::HoldEnded`].
     Held(AllocationFact),

@@ -87,6 +87,16 @@ pub struct CardUsage {
     pub free: Usage,
 }
 
+/// Something that holds cards of a node, while which and how much is not known. Nothing new is placed there.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Unaccounted {
+    /// An allocation that cannot be read.
+    Allocation(AllocationUid),
+    /// A pod that runs there and has no allocation there: somebody took that away by hand. Its node's agent keeps
+    /// its cards for it until it has ended, and would refuse whatever is placed on them.
+    Pod(PodUid),
+}
+
 /// A card on which more stands than it has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Overcommit {
@@ -108,6 +118,12 @@ pub struct Ledger {
     allocations: BTreeMap<AllocationUid, Arc<AllocationFact>>,
     by_pod: BTreeMap<PodUid, BTreeSet<AllocationUid>>,
     holds: BTreeMap<PodUid, Arc<AllocationFact>>,
+    /// Allocations that cannot be read, and where they are.
+    unreadable: BTreeMap<AllocationUid, Option<NodeName>>,
+    /// How many of those name no node: any node may be theirs.
+    nowhere: usize,
+    /// Pods whose containers with GPUs have started, until they end.
+    started: BTreeMap<PodUid, NodeName>,
     gone: BTreeSet<AllocationUid>,
     gone_order: VecDeque<AllocationUid>,
 }
@@ -135,6 +151,9 @@ impl Ledger {
             Event::KubeNodeGone(name) => self.kube_node(name, None),
             Event::AllocationObserved(fact) => self.allocation_observed(fact),
             Event::AllocationGone(uid) => self.allocation_gone(uid),
+            Event::AllocationUnreadable { uid, node } => self.allocation_unreadable(uid, node.as_ref()),
+            Event::PodStarted { pod, node } => self.pod_started(pod, node),
+            Event::PodEnded(pod) => self.pod_ended(pod),
             Event::Held(fact) => self.held(fact),
             Event::HoldEnded(pod) => self.end_hold(pod),
         }
@@ -200,6 +219,29 @@ impl Ledger {
     /// Every allocation that is known, by uid.
     pub fn allocations(&self) -> impl Iterator<Item = &AllocationFact> {
         self.allocations.values().map(Arc::as_ref)
+    }
+
+    /// Every allocation that cannot be read, with its node where that is known.
+    pub fn unreadable(&self) -> impl Iterator<Item = (&AllocationUid, Option<&NodeName>)> {
+        self.unreadable.iter().map(|(uid, node)| (uid, node.as_ref()))
+    }
+
+    /// Where the pod's containers with GPUs have started, until it ends.
+    #[must_use]
+    pub fn started_on(&self, pod: &PodUid) -> Option<&NodeName> {
+        self.started.get(pod)
+    }
+
+    /// What holds cards of `node` while which is not known; see also [`Self::unplaced`].
+    pub fn unaccounted(&self, node: &NodeName) -> impl Iterator<Item = &Unaccounted> + use<'_> {
+        self.nodes.get(node).into_iter().flat_map(|n| &n.unaccounted)
+    }
+
+    /// How many allocations cannot be read so far that not even their node is known. While there is one, no node
+    /// takes anything new.
+    #[must_use]
+    pub const fn unplaced(&self) -> usize {
+        self.nowhere
     }
 
     /// What this process holds for a pod.
@@ -320,6 +362,7 @@ impl Ledger {
         if self.gone.contains(&seen.uid) {
             return false;
         }
+        self.end_unreadable(&seen.uid);
         let mut fact = seen.clone();
         if let Some(known) = self.allocations.get(&seen.uid) {
             fact = AllocationFact {
@@ -350,6 +393,9 @@ impl Ledger {
         node.put(Entry::new(fact, false));
         let visible = node.fold();
         self.settle(&name, visible);
+        if new {
+            self.account(&seen.pod.uid);
+        }
         true
     }
 
@@ -363,6 +409,7 @@ impl Ledger {
         {
             self.gone.remove(&oldest);
         }
+        self.end_unreadable(uid);
         let Some(fact) = self.allocations.remove(uid) else { return true };
         if let Some(uids) = self.by_pod.get_mut(&fact.pod.uid) {
             uids.remove(uid);
@@ -371,7 +418,83 @@ impl Ledger {
             }
         }
         self.take(&fact.node, &Which::Allocation(uid));
+        self.account(&fact.pod.uid);
         true
+    }
+
+    fn allocation_unreadable(&mut self, uid: &AllocationUid, node: Option<&NodeName>) -> bool {
+        // What was known of it stays: all of it that matters here is immutable.
+        if self.gone.contains(uid) || self.allocations.contains_key(uid) {
+            return false;
+        }
+        if self.unreadable.get(uid).is_some_and(|known| known.as_ref() == node) {
+            return false;
+        }
+        self.end_unreadable(uid);
+        self.unreadable.insert(uid.clone(), node.cloned());
+        match node {
+            Some(node) => self.mark(node, Unaccounted::Allocation(uid.clone()), true),
+            None => {
+                self.nowhere += 1;
+                self.settle_all();
+            }
+        }
+        true
+    }
+
+    fn end_unreadable(&mut self, uid: &AllocationUid) {
+        match self.unreadable.remove(uid) {
+            Some(Some(node)) => self.mark(&node, Unaccounted::Allocation(uid.clone()), false),
+            Some(None) => {
+                self.nowhere -= 1;
+                self.settle_all();
+            }
+            None => {}
+        }
+    }
+
+    fn pod_started(&mut self, pod: &PodUid, node: &NodeName) -> bool {
+        if self.started_on(pod) == Some(node) {
+            return false;
+        }
+        self.pod_ended(pod);
+        self.started.insert(pod.clone(), node.clone());
+        self.account(pod);
+        true
+    }
+
+    fn pod_ended(&mut self, pod: &PodUid) -> bool {
+        let Some(node) = self.started.remove(pod) else { return false };
+        self.mark(&node, Unaccounted::Pod(pod.clone()), false);
+        true
+    }
+
+    /// Notes whether a pod that has started has an allocation where it is.
+    fn account(&mut self, pod: &PodUid) {
+        let Some(node) = self.started.get(pod).cloned() else { return };
+        let mut all = self.by_pod.get(pod).into_iter().flatten().filter_map(|uid| self.allocations.get(uid));
+        let without = !all.any(|allocation| allocation.node == node);
+        self.mark(&node, Unaccounted::Pod(pod.clone()), without);
+    }
+
+    fn mark(&mut self, name: &NodeName, what: Unaccounted, there: bool) {
+        let node = self.nodes.entry(name.clone()).or_default();
+        let before = node.unaccounted.is_empty();
+        if there {
+            node.unaccounted.insert(what);
+        } else {
+            node.unaccounted.remove(&what);
+        }
+        let visible = before != node.unaccounted.is_empty();
+        self.settle(name, visible);
+    }
+
+    /// Notes a change that a fit on any node can see.
+    fn settle_all(&mut self) {
+        self.generation += 1;
+        for node in self.nodes.values_mut() {
+            node.generation = self.generation;
+        }
     }
 
     fn held(&mut self, fact: &AllocationFact) -> bool {

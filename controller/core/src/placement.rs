@@ -75,7 +75,7 @@ impl<'a> Shape<'a> {
     /// # Errors
     /// A [`Refusal`] with the first rule that stands in the way and its numbers.
     pub fn fit(&self, ledger: &Ledger, node: &NodeName) -> Result<Placement, Refusal> {
-        let state = self.open_node(ledger.state(node), node)?;
+        let state = self.open_node(ledger, node)?;
         match self.place(state) {
             Some(board) => Ok(self.placement(state, &board)),
             None => Err(self.refusal(state, node)),
@@ -87,25 +87,25 @@ impl<'a> Shape<'a> {
     /// # Errors
     /// The code of the [`Refusal`] that [`Self::fit`] would give.
     pub fn check(&self, ledger: &Ledger, node: &NodeName) -> Result<NodeScore, Code> {
-        let state = self.usable_node(ledger.state(node)).map_err(|(code, _)| code)?;
+        let state = self.usable_node(ledger, node).map_err(|(code, _)| code)?;
         match self.place(state) {
             Some(board) => Ok(self.node_score(state, &board)),
             None => Err(self.why(state).0),
         }
     }
 
-    fn open_node<'n>(&self, state: Option<&'n Node>, node: &NodeName) -> Result<&'n Node, Refusal> {
-        self.usable_node(state).map_err(|(code, best)| {
+    fn open_node<'n>(&self, ledger: &'n Ledger, node: &NodeName) -> Result<&'n Node, Refusal> {
+        self.usable_node(ledger, node).map_err(|(code, best)| {
             let (asked, best) = if code == Code::SlotsTaken { (self.slots, best) } else { (0, 0) };
-            let cards = state.map_or(&[][..], |s| &s.cards);
+            let cards = ledger.state(node).map_or(&[][..], |s| &s.cards);
             let detail = Detail { asked, best, ..count_cards(cards.iter().map(|c| &c.fact)) };
             Refusal { code, node: node.clone(), detail }
         })
     }
 
     /// The checks that look at the node alone, in the catalogue's order; with a refusal, the free slots.
-    fn usable_node<'n>(&self, state: Option<&'n Node>) -> Result<&'n Node, (Code, u64)> {
-        let Some(state) = state else { return Err((Code::NodeUnknown, 0)) };
+    fn usable_node<'n>(&self, ledger: &'n Ledger, node: &NodeName) -> Result<&'n Node, (Code, u64)> {
+        let Some(state) = ledger.state(node) else { return Err((Code::NodeUnknown, 0)) };
         let (Some(fact), Some(kube)) = (&state.fact, &state.kube) else {
             return Err((Code::NodeUnknown, 0));
         };
@@ -113,6 +113,7 @@ impl<'a> Shape<'a> {
         for (code, hit) in [
             (Code::NodeReplaced, fact.node_uid != kube.uid),
             (Code::NodeClosed, fact.cordoned),
+            (Code::HoldingsUnknown, ledger.unplaced() > 0 || !state.unaccounted.is_empty()),
             (Code::DriverNotReady, !fact.driver_ready),
             (Code::PluginDown, kube.allocatable_slots == 0),
             (Code::SlotsTaken, free < self.slots),

@@ -19,6 +19,9 @@ pub enum Code {
     NodeReplaced,
     /// The admin, or a planned stop of the agent, closed the node.
     NodeClosed,
+    /// Something on the node holds cards, and which is not known: an allocation that cannot be read, or a pod
+    /// that runs without its allocation.
+    HoldingsUnknown,
     /// The driver does not answer.
     DriverNotReady,
     /// The kubelet offers no slot at all: the device plugin is not registered.
@@ -49,10 +52,11 @@ pub enum Code {
 
 impl Code {
     /// Every code there is, in the order in which the checks run.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::NodeUnknown,
         Self::NodeReplaced,
         Self::NodeClosed,
+        Self::HoldingsUnknown,
         Self::DriverNotReady,
         Self::PluginDown,
         Self::SlotsTaken,
@@ -75,6 +79,7 @@ impl Code {
             Self::NodeUnknown => "NodeUnknown",
             Self::NodeReplaced => "NodeReplaced",
             Self::NodeClosed => "NodeClosed",
+            Self::HoldingsUnknown => "HoldingsUnknown",
             Self::DriverNotReady => "DriverNotReady",
             Self::PluginDown => "PluginDown",
             Self::SlotsTaken => "SlotsTaken",
@@ -98,6 +103,7 @@ impl Code {
             Self::NodeUnknown => "node(s) without a GPUNode",
             Self::NodeReplaced => "node(s) whose GPUNode belongs to an earlier node of that name",
             Self::NodeClosed => "node(s) whose GPUNode is closed for new pods",
+            Self::HoldingsUnknown => "node(s) where it is not known which GPUs are taken",
             Self::DriverNotReady => "node(s) whose GPU driver is not ready",
             Self::PluginDown => "node(s) whose GPU device plugin is not registered",
             Self::SlotsTaken => "node(s) with too few free GPU slots",
@@ -121,6 +127,7 @@ impl Code {
             Self::NodeUnknown
             | Self::NodeReplaced
             | Self::NodeClosed
+            | Self::HoldingsUnknown
             | Self::DriverNotReady
             | Self::PluginDown
             | Self::TooFewCards
@@ -208,6 +215,12 @@ impl fmt::Display for Refusal {
                 return write!(
                     f,
                     "closed for new pods: clear the cordon in the spec of GPUNode {node}, or wait for its agent's planned stop to end"
+                );
+            }
+            Code::HoldingsUnknown => {
+                return write!(
+                    f,
+                    "a pod there runs without its allocation (Event AllocationMissing): delete that pod; or an allocation cannot be read (log code AllocationUnreadable): run the version that wrote it"
                 );
             }
             Code::DriverNotReady => {

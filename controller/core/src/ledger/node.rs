@@ -1,13 +1,14 @@
 //! One node of the ledger: its facts, its allocations in fold order, and what the fold makes of them.
 
 use std::cmp::Ordering;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::charge::{Footprint, Sum, bears, footprint};
 use crate::facts::{AllocationFact, CardFact, KubeNodeFact, NodeFact};
 use crate::units::{AllocationUid, PodUid};
 
-use super::{Shortage, Standing};
+use super::{Shortage, Standing, Unaccounted};
 
 /// A card and what stands on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +54,8 @@ pub(crate) struct Node {
     pub(crate) cards: Vec<Card>,
     /// Device ids that the kubelet has given out, or will.
     pub(crate) slots_used: u64,
+    /// What holds cards here without our knowing which.
+    pub(crate) unaccounted: BTreeSet<Unaccounted>,
     /// The ledger's generation at the last change that a fit on this node can see.
     pub(super) generation: u64,
     pub(super) entries: Vec<Entry>,
@@ -61,7 +64,7 @@ pub(crate) struct Node {
 impl Node {
     /// Nothing is known of it any more.
     pub(super) fn is_empty(&self) -> bool {
-        self.fact.is_none() && self.kube.is_none() && self.entries.is_empty()
+        self.fact.is_none() && self.kube.is_none() && self.entries.is_empty() && self.unaccounted.is_empty()
     }
 
     /// Replaces the inventory.

@@ -8,7 +8,7 @@ use mullion_core::facts::{
     AllocationFact, CardFact, CardMode, ContainerGrant, ContainerKind, DeviceGrant, Event, KubeNodeFact,
     NodeFact, PodRef,
 };
-use mullion_core::ledger::{Ledger, Standing, Usage};
+use mullion_core::ledger::{Ledger, Standing, Unaccounted, Usage};
 use mullion_core::placement::Placement;
 use mullion_core::request::{ContainerRequest, ContainerWish, MemoryAsk, PodRequest, Policy};
 use mullion_core::units::{AllocationUid, CoreShare, GpuUuid, Mib, NodeName, NodeUid, Percent, PodUid};
@@ -169,6 +169,8 @@ pub struct Snapshot {
     pub standings: BTreeMap<AllocationUid, Option<Standing>>,
     pub facts: Vec<AllocationFact>,
     pub order: Vec<AllocationUid>,
+    pub unaccounted: BTreeMap<NodeName, Vec<Unaccounted>>,
+    pub unplaced: usize,
 }
 
 pub fn snapshot(ledger: &Ledger) -> Snapshot {
@@ -179,11 +181,15 @@ pub fn snapshot(ledger: &Ledger) -> Snapshot {
         standings: ledger.allocations().map(|a| (a.uid.clone(), ledger.standing(&a.uid))).collect(),
         facts: ledger.allocations().cloned().collect(),
         order: Vec::new(),
+        unaccounted: BTreeMap::new(),
+        unplaced: ledger.unplaced(),
     };
     for node in nodes {
         for usage in ledger.card_usage(&node) {
             snapshot.cards.insert((node.clone(), usage.card.uuid), usage.used);
         }
+        let unaccounted: Vec<_> = ledger.unaccounted(&node).cloned().collect();
+        snapshot.unaccounted.insert(node.clone(), unaccounted);
         snapshot.order.extend(ledger.allocations_on(&node).map(|a| a.uid.clone()));
         snapshot.nodes.insert(node.clone(), (ledger.slots_used(&node), ledger.next_sequence(&node)));
     }
