@@ -1,0 +1,302 @@
+//! Limits given by hand, in the environment: `LD_PRELOAD=libvgpu.so CUDA_DEVICE_MEMORY_LIMIT_0=4g ./app`.
+//!
+//! The names are HAMi's, the reading is stricter. HAMi takes `16Gi` for 16 bytes, `1.5g` for 1 GiB and an overflow for
+//! "no limit"; here each of them is an error, and the process is told so before it can use the card. A number with a
+//! leading 0 is refused as well: HAMi reads it as octal, people write it as decimal.
+//!
+//! Where a control page is mounted, nothing of this is looked at: what a tenant may set must not move a limit.
+
+use core::fmt;
+use core::num::NonZeroU64;
+
+use mullion_region::{CorePercent, MAX_DEVICES};
+
+/// A variable that this library reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Variable {
+    /// `CUDA_DEVICE_MEMORY_LIMIT`, or with `_<i>` for one card.
+    MemoryLimit(Option<usize>),
+    /// `CUDA_DEVICE_SM_LIMIT`, or with `_<i>` for one card.
+    SmLimit(Option<usize>),
+    /// `GPU_CORE_UTILIZATION_POLICY`.
+    Policy,
+    /// `CUDA_TASK_PRIORITY`.
+    Priority,
+}
+
+impl fmt::Display for Variable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::MemoryLimit(None) => f.write_str("CUDA_DEVICE_MEMORY_LIMIT"),
+            Self::MemoryLimit(Some(card)) => write!(f, "CUDA_DEVICE_MEMORY_LIMIT_{card}"),
+            Self::SmLimit(None) => f.write_str("CUDA_DEVICE_SM_LIMIT"),
+            Self::SmLimit(Some(card)) => write!(f, "CUDA_DEVICE_SM_LIMIT_{card}"),
+            Self::Policy => f.write_str("GPU_CORE_UTILIZATION_POLICY"),
+            Self::Priority => f.write_str("CUDA_TASK_PRIORITY"),
+        }
+    }
+}
+
+/// A variable whose value says no limit that could be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Error<'a> {
+    /// Which.
+    pub(crate) variable: Variable,
+    /// Its value.
+    pub(crate) value: &'a [u8],
+}
+
+/// Longest value that a message repeats.
+const SHOWN: usize = 64;
+
+impl fmt::Display for Error<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}=", self.variable)?;
+        let shown = self.value.get(..SHOWN).unwrap_or(self.value);
+        write!(f, "{}", shown.escape_ascii())?;
+        if shown.len() < self.value.len() {
+            f.write_str("...")?;
+        }
+        match self.variable {
+            Variable::MemoryLimit(_) => f.write_str(
+                " is no size: write a whole number of bytes, or one with k, m or g behind it such as 4g \
+                 (2^10, 2^20, 2^30); 0 or unset is no limit",
+            ),
+            Variable::SmLimit(_) => {
+                f.write_str(" is no percentage: write a whole number from 1 to 100; 0 or unset is no limit")
+            }
+            Variable::Policy => f.write_str(" is no policy: write default, force or disable, or unset it"),
+            Variable::Priority => {
+                f.write_str(" is no priority: write a whole number, 0 for high, or unset it (1)")
+            }
+        }
+    }
+}
+
+/// When the SM limit applies (HAMi's `GPU_CORE_UTILIZATION_POLICY`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Policy {
+    /// While the usage file's `utilization_switch` is on.
+    #[default]
+    Follow,
+    /// Always.
+    Force,
+    /// Never.
+    Disable,
+}
+
+/// What is set by hand for one card.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// Memory in bytes; none is no limit.
+    pub(crate) memory: Option<NonZeroU64>,
+    /// Share of the SMs; none is no limit, like 100.
+    pub(crate) core: Option<CorePercent>,
+}
+
+/// What is set by hand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Settings {
+    /// By CUDA's ordinal in this process.
+    pub(crate) cards: [Limits; MAX_DEVICES],
+    /// When the SM limit applies.
+    pub(crate) policy: Policy,
+    /// 0 is high.
+    pub(crate) priority: i32,
+}
+
+impl Settings {
+    /// Whether any limit is set at all: without one the library keeps out of the way.
+    pub(crate) fn any(&self) -> bool {
+        self.cards.iter().any(|card| *card != Limits::default())
+    }
+}
+
+/// Reads the environment through `value_of`. A variable of one card wins over the one for all.
+///
+/// # Errors
+/// [`Error`] for the first variable that is set to something without a meaning.
+pub(crate) fn read<'a>(value_of: impl Fn(Variable) -> Option<&'a [u8]>) -> Result<Settings, Error<'a>> {
+    let parsed = |variable: Variable, parse: fn(&[u8]) -> Option<u64>| match value_of(variable) {
+        None => Ok(None),
+        Some(value) => parse(value).map(Some).ok_or(Error { variable, value }),
+    };
+    let mut cards = [Limits::default(); MAX_DEVICES];
+    let memory = parsed(Variable::MemoryLimit(None), size)?;
+    let core = parsed(Variable::SmLimit(None), percent)?;
+    for (index, card) in cards.iter_mut().enumerate() {
+        let memory = parsed(Variable::MemoryLimit(Some(index)), size)?.or(memory);
+        let core = parsed(Variable::SmLimit(Some(index)), percent)?.or(core);
+        *card = Limits {
+            memory: memory.and_then(NonZeroU64::new),
+            // 100 throttles nothing, so it is no limit either.
+            core: core
+                .filter(|percent| *percent < 100)
+                .and_then(|percent| CorePercent::new(u8::try_from(percent).ok()?).ok()),
+        };
+    }
+    let policy = match value_of(Variable::Policy) {
+        None => Policy::Follow,
+        Some(value) => policy(value).ok_or(Error { variable: Variable::Policy, value })?,
+    };
+    let priority = match value_of(Variable::Priority) {
+        None => mullion_region::usage::DEFAULT_PRIORITY,
+        Some(value) => number(value)
+            .and_then(|n| i32::try_from(n).ok())
+            .ok_or(Error { variable: Variable::Priority, value })?,
+    };
+    Ok(Settings { cards, policy, priority })
+}
+
+/// A size in bytes: `4g`, `4096m`, `0x100000000`.
+fn size(text: &[u8]) -> Option<u64> {
+    let (digits, unit) = match text.split_last()? {
+        (b'k' | b'K', rest) => (rest, 1 << 10),
+        (b'm' | b'M', rest) => (rest, 1 << 20),
+        (b'g' | b'G', rest) => (rest, 1 << 30),
+        _ => (text, 1_u64),
+    };
+    number(digits)?.checked_mul(unit)
+}
+
+/// A percentage; 0 is no limit.
+fn percent(text: &[u8]) -> Option<u64> {
+    number(text).filter(|percent| *percent <= 100)
+}
+
+/// A whole number, decimal or hexadecimal with `0x`.
+fn number(text: &[u8]) -> Option<u64> {
+    let (digits, radix) = match text {
+        [b'0', b'x' | b'X', digits @ ..] => (digits, 16),
+        [b'0', _, ..] => return None,
+        digits => (digits, 10),
+    };
+    if digits.is_empty() {
+        return None;
+    }
+    digits.iter().try_fold(0_u64, |number, digit| {
+        let digit = char::from(*digit).to_digit(radix)?;
+        number.checked_mul(radix.into())?.checked_add(digit.into())
+    })
+}
+
+fn policy(text: &[u8]) -> Option<Policy> {
+    [(&b"default"[..], Policy::Follow), (b"force", Policy::Force), (b"disable", Policy::Disable)]
+        .into_iter()
+        .find_map(|(name, policy)| text.eq_ignore_ascii_case(name).then_some(policy))
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use std::string::ToString as _;
+    use std::vec::Vec;
+
+    use super::*;
+
+    fn of(set: &[(&'static str, &'static str)]) -> Result<Settings, Error<'static>> {
+        read(|variable| {
+            let name = variable.to_string();
+            set.iter().find(|(n, _)| *n == name).map(|(_, value)| value.as_bytes())
+        })
+    }
+
+    #[test]
+    fn a_size_is_what_it_says_or_an_error() {
+        const GIB: u64 = 1 << 30;
+        for (case, text, want) in [
+            ("bytes", "1048576", Some(1 << 20)),
+            ("k", "2048k", Some(2 << 20)),
+            ("M, any case", "4096M", Some(4 * GIB)),
+            ("g", "4g", Some(4 * GIB)),
+            ("hexadecimal", "0x10m", Some(16 << 20)),
+            ("hexadecimal, any case", "0XfF", Some(255)),
+            ("0 is no limit", "0", Some(0)),
+            ("0m as well", "0m", Some(0)),
+            ("the largest", "18446744073709551615", Some(u64::MAX)),
+            ("the largest with a unit", "17179869183g", Some(17_179_869_183 * GIB)),
+            ("octal for HAMi, decimal for people", "010g", None),
+            ("a leading zero", "00", None),
+            ("Gi, 16 bytes for HAMi", "16Gi", None),
+            ("MB, 4096 bytes for HAMi", "4096MB", None),
+            ("b", "4b", None),
+            ("a fraction, 1 GiB for HAMi", "1.5g", None),
+            ("an exponent", "1e9", None),
+            ("negative", "-1", None),
+            ("a sign", "+1", None),
+            ("empty", "", None),
+            ("only a unit", "g", None),
+            ("only a prefix", "0x", None),
+            ("a prefix and a unit", "0xg", None),
+            ("white space before", " 4g", None),
+            ("white space behind", "4g\n", None),
+            ("two units", "4gg", None),
+            ("one more than the largest", "18446744073709551616", None),
+            ("overflow by the unit", "17179869184g", None),
+            ("a word", "unlimited", None),
+            ("Arabic digits", "\u{0664}", None),
+        ] {
+            assert_eq!(size(text.as_bytes()), want, "{case}");
+        }
+    }
+
+    #[test]
+    fn the_variable_of_a_card_wins_over_the_one_for_all() {
+        let settings = of(&[
+            ("CUDA_DEVICE_MEMORY_LIMIT", "8g"),
+            ("CUDA_DEVICE_MEMORY_LIMIT_1", "4g"),
+            ("CUDA_DEVICE_MEMORY_LIMIT_2", "0"),
+            ("CUDA_DEVICE_SM_LIMIT", "30"),
+            ("CUDA_DEVICE_SM_LIMIT_3", "100"),
+        ])
+        .unwrap();
+        let gib: Vec<_> = settings.cards[..4].iter().map(|c| c.memory.map(|m| m.get() >> 30)).collect();
+        assert_eq!(gib, [Some(8), Some(4), None, Some(8)]);
+        let core: Vec<_> = settings.cards[..4].iter().map(|c| c.core.map(CorePercent::get)).collect();
+        assert_eq!(core, [Some(30), Some(30), Some(30), None]);
+    }
+
+    #[test]
+    fn without_a_variable_there_is_no_limit() {
+        let settings = of(&[]).unwrap();
+        assert!(!settings.any());
+        assert_eq!((settings.policy, settings.priority), (Policy::Follow, 1));
+        assert!(!of(&[("CUDA_DEVICE_MEMORY_LIMIT", "0"), ("CUDA_DEVICE_SM_LIMIT", "100")]).unwrap().any());
+        assert!(of(&[("CUDA_DEVICE_SM_LIMIT_15", "1")]).unwrap().any());
+    }
+
+    #[test]
+    fn policy_and_priority() {
+        for (text, want) in [
+            ("force", Some(Policy::Force)),
+            ("FORCE", Some(Policy::Force)),
+            ("Disable", Some(Policy::Disable)),
+            ("dEFAULT", Some(Policy::Follow)),
+            ("on", None),
+            ("", None),
+        ] {
+            let found = of(&[("GPU_CORE_UTILIZATION_POLICY", text)]).map(|s| s.policy);
+            assert_eq!(found.ok(), want, "{text}");
+        }
+        for (text, want) in [("0", Some(0)), ("1", Some(1)), ("high", None), ("-1", None), ("4294967296", None)] {
+            let found = of(&[("CUDA_TASK_PRIORITY", text)]).map(|s| s.priority);
+            assert_eq!(found.ok(), want, "{text}");
+        }
+        for text in ["101", "0.5", "-5", "50%", "1e1"] {
+            assert!(of(&[("CUDA_DEVICE_SM_LIMIT", text)]).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_error_names_the_variable_the_value_and_the_way_out() {
+        let text = of(&[("CUDA_DEVICE_MEMORY_LIMIT_3", "16Gi")]).unwrap_err().to_string();
+        assert!(text.starts_with("CUDA_DEVICE_MEMORY_LIMIT_3=16Gi is no size: "), "{text}");
+        assert!(text.contains("such as 4g"), "{text}");
+        let text = of(&[("CUDA_DEVICE_SM_LIMIT", "\u{1b}[31m")]).unwrap_err().to_string();
+        assert!(text.starts_with(r"CUDA_DEVICE_SM_LIMIT=\x1b[31m is no percentage"), "{text}");
+        let long: &'static str = "9".repeat(1000).leak();
+        let text = of(&[("CUDA_DEVICE_MEMORY_LIMIT", long)]).unwrap_err().to_string();
+        assert!(text.len() < 300 && text.contains("999..."), "{text}");
+    }
+}

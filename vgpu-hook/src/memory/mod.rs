@@ -1,0 +1,1 @@
+//! Memory: what each family of allocations charges, and what it gives back.

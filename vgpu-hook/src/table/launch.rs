@@ -1,0 +1,5 @@
+//! Rows of the family `launch`.
+
+use super::table;
+
+table! { Cuda; }

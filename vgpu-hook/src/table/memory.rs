@@ -1,0 +1,5 @@
+//! Rows of the family `memory`.
+
+use super::table;
+
+table! { Cuda; }

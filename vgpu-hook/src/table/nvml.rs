@@ -1,0 +1,5 @@
+//! Rows of NVML.
+
+use super::table;
+
+table! { Nvml; }
