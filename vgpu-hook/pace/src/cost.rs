@@ -1,0 +1,282 @@
+//! What a launch costs: measured where it was, guessed where it was not.
+
+use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU32, AtomicU64};
+
+/// One launch in this many is measured once a function is known.
+pub const SAMPLE_EVERY: u32 = 64;
+/// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch.
+pub const UNKNOWN_NS: u64 = 1_000_000;
+/// Launches of one unmeasured function after which the next has to wait [`AHEAD_NS`](crate::AHEAD_NS) at a share of
+/// 50 %: 1 + 2 + 4 + ... ms reach a second with the tenth. The queue that a tenant can build before its kernel is known
+/// is at most this many kernels deep (deeper by one for each halving of that second: none at smaller shares).
+pub const BURST_LAUNCHES: u32 = 10;
+/// What one wave of resident threads is guessed to take: between a small elementwise kernel (2-5 us) and a tile of a
+/// large matrix product (50-100 us). A guess.
+const WAVE_NS: u64 = 10_000;
+/// The class of graphs in a [`Key`]; grids have the classes 0..=62.
+pub const GRAPH_CLASS: u32 = 63;
+
+/// The size of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    /// Blocks in the grid.
+    pub blocks: u64,
+    /// Threads in a block.
+    pub threads: u64,
+}
+
+impl Size {
+    /// From the driver's six numbers; whatever they are, nothing overflows.
+    #[must_use]
+    #[inline]
+    pub const fn new(grid: [u32; 3], block: [u32; 3]) -> Self {
+        Self { blocks: product(grid), threads: product(block) }
+    }
+
+    /// Class 0..=62: the binary logarithm of the number of blocks.
+    #[inline]
+    const fn class(self) -> u32 {
+        let class = 63 - (self.blocks | 1).leading_zeros();
+        if class < GRAPH_CLASS { class } else { GRAPH_CLASS - 1 }
+    }
+}
+
+#[inline]
+const fn product(n: [u32; 3]) -> u64 {
+    (n[0] as u64 * n[1] as u64).saturating_mul(n[2] as u64)
+}
+
+/// A guess of what a launch costs in ns of card: the waves that its threads need, times ten microseconds. `resident` is
+/// how many threads the card can hold at once (SMs x threads per SM); 0 counts as 1.
+#[must_use]
+pub const fn guess_ns(size: Size, resident: u64) -> u64 {
+    let resident = if resident == 0 { 1 } else { resident };
+    let waves = size.blocks.saturating_mul(size.threads).div_ceil(resident);
+    let waves = if waves == 0 { 1 } else { waves };
+    waves.saturating_mul(WAVE_NS)
+}
+
+/// What is measured together: one function at one size of grid, or one executable graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key(u64);
+
+impl Key {
+    /// A function's handle and the size of its launch.
+    #[must_use]
+    #[inline]
+    pub const fn function(handle: u64, size: Size) -> Self {
+        Self::new(handle, size.class())
+    }
+
+    /// An executable graph's handle.
+    #[must_use]
+    #[inline]
+    pub const fn graph(handle: u64) -> Self {
+        Self::new(handle, GRAPH_CLASS)
+    }
+
+    /// Handles are addresses, below 2^57 on both architectures. 0 marks a free entry.
+    #[inline]
+    const fn new(handle: u64, class: u32) -> Self {
+        let key = handle << 6 | class as u64;
+        Self(if key == 0 { u64::MAX } else { key })
+    }
+
+    /// The key as a number, never 0.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The key of which [`Key::get`] gave the number.
+    #[must_use]
+    pub const fn from_raw(raw: u64) -> Self {
+        Self(if raw == 0 { u64::MAX } else { raw })
+    }
+}
+
+/// What the next launch of a key costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Quote {
+    /// ns of card.
+    pub ns: u64,
+    /// Whether this launch should be measured.
+    pub sample: bool,
+    /// Whether the number was measured; otherwise it is a guess, or the price of not knowing.
+    pub known: bool,
+    index: Option<usize>,
+}
+
+/// What the first measurement of a key says about the launches before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Correction {
+    /// They were charged right, or were corrected before.
+    None,
+    /// Charge this many ns more.
+    Charge(u64),
+    /// Give this many ns back.
+    Refund(u64),
+}
+
+const ENTRIES: usize = 1024;
+const PROBES: usize = 16;
+const ENTRY_BITS: u32 = ENTRIES.trailing_zeros();
+const _: () = assert!(ENTRIES.is_power_of_two() && PROBES < ENTRIES);
+
+#[derive(Debug)]
+struct Entry {
+    key: AtomicU64,
+    /// Smoothed measured cost in ns; 0 = not measured yet.
+    cost: AtomicU64,
+    /// ns charged to launches before the first measurement.
+    charged: AtomicU64,
+    /// Launches. Counted with plain loads and stores: a lost count shifts a sample by one launch.
+    seen: AtomicU32,
+}
+
+impl Entry {
+    const fn new() -> Self {
+        Self {
+            key: AtomicU64::new(0),
+            cost: AtomicU64::new(0),
+            charged: AtomicU64::new(0),
+            seen: AtomicU32::new(0),
+        }
+    }
+
+    fn clear(&self) {
+        self.cost.store(0, Relaxed);
+        self.charged.store(0, Relaxed);
+        self.seen.store(0, Relaxed);
+    }
+}
+
+/// The costs of one process: a table of fixed size. A key that finds no place in it is charged by its guess.
+#[derive(Debug)]
+pub struct Costs {
+    entries: [Entry; ENTRIES],
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Costs {
+    /// An empty table.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { entries: [const { Entry::new() }; ENTRIES] }
+    }
+
+    /// What a launch of `key` costs. `guess_ns` is asked for only where nothing was measured; `measurable` says that
+    /// the launch can be measured; `running_ns` how long the first measurement of the key has been on the card.
+    ///
+    /// While the first measurement is under way the price doubles with every launch, for a queue cannot be taken back:
+    /// see [`BURST_LAUNCHES`]. The measurement settles the account ([`Costs::measured`]).
+    #[inline]
+    pub fn quote(
+        &self,
+        key: Key,
+        measurable: bool,
+        guess_ns: impl FnOnce() -> u64,
+        running_ns: impl FnOnce() -> u64,
+    ) -> Quote {
+        let Some(index) = self.find(key) else {
+            return Quote { ns: guess_ns(), sample: false, known: false, index: None };
+        };
+        let Some(entry) = self.entries.get(index) else {
+            return Quote { ns: guess_ns(), sample: false, known: false, index: None };
+        };
+        let (cost, seen) = (entry.cost.load(Relaxed), entry.seen.load(Relaxed));
+        if cost != 0 {
+            let sample = measurable && seen.is_multiple_of(SAMPLE_EVERY);
+            return Quote { ns: cost, sample, known: true, index: Some(index) };
+        }
+        if !measurable {
+            return Quote { ns: guess_ns(), sample: false, known: false, index: Some(index) };
+        }
+        let unknown = UNKNOWN_NS << seen.min(BURST_LAUNCHES);
+        // A first sample may have found no free event: try again now and then.
+        let sample = seen.is_multiple_of(8);
+        let ns = unknown.max(guess_ns()).max(running_ns());
+        Quote { ns, sample, known: false, index: Some(index) }
+    }
+
+    /// Enters a launch that went for `quote`.
+    #[inline]
+    pub fn book(&self, quote: &Quote) {
+        let Some(entry) = quote.index.and_then(|i| self.entries.get(i)) else { return };
+        entry.seen.store(entry.seen.load(Relaxed).wrapping_add(1), Relaxed);
+        if !quote.known {
+            entry.charged.store(entry.charged.load(Relaxed).saturating_add(quote.ns), Relaxed);
+        }
+    }
+
+    /// Enters a measurement: the first counts whole and settles the launches before it, a later one counts a quarter.
+    pub fn measured(&self, key: Key, ns: u64) -> Correction {
+        let Some(entry) = self.find(key).and_then(|i| self.entries.get(i)) else { return Correction::None };
+        let ns = ns.clamp(1, 1 << 40);
+        let old = entry.cost.load(Relaxed);
+        if old != 0 {
+            entry.cost.store(((old - old / 4) + ns / 4).max(1), Relaxed);
+            return Correction::None;
+        }
+        entry.cost.store(ns, Relaxed);
+        let (due, charged) =
+            (ns.saturating_mul(entry.seen.load(Relaxed).into()), entry.charged.swap(0, Relaxed));
+        match due.cmp(&charged) {
+            core::cmp::Ordering::Equal => Correction::None,
+            core::cmp::Ordering::Greater => Correction::Charge(due - charged),
+            core::cmp::Ordering::Less => Correction::Refund(charged - due),
+        }
+    }
+
+    /// The measured cost of `key`, where there is one.
+    #[must_use]
+    pub fn known_ns(&self, key: Key) -> Option<u64> {
+        let cost = self.find_existing(key).and_then(|i| self.entries.get(i))?.cost.load(Relaxed);
+        (cost != 0).then_some(cost)
+    }
+
+    /// Forgets `key`: its handle is gone and may come again for something else. The entry stays in its place, so that
+    /// keys behind it are still found.
+    pub fn forget(&self, key: Key) {
+        if let Some(entry) = self.find_existing(key).and_then(|i| self.entries.get(i)) {
+            entry.clear();
+        }
+    }
+
+    #[inline]
+    fn slots(key: Key) -> impl Iterator<Item = usize> {
+        // Fibonacci hashing: handles differ in their middle bits.
+        let start = (key.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - ENTRY_BITS)) as usize;
+        (0..PROBES).map(move |i| (start + i) & (ENTRIES - 1))
+    }
+
+    #[inline]
+    fn find(&self, key: Key) -> Option<usize> {
+        for index in Self::slots(key) {
+            let entry = self.entries.get(index)?;
+            let found = entry.key.load(Relaxed);
+            if found == key.0 {
+                return Some(index);
+            }
+            if found == 0 {
+                match entry.key.compare_exchange(0, key.0, Relaxed, Relaxed) {
+                    Ok(_) => return Some(index),
+                    Err(other) if other == key.0 => return Some(index),
+                    Err(_) => {}
+                }
+            }
+        }
+        None
+    }
+
+    fn find_existing(&self, key: Key) -> Option<usize> {
+        Self::slots(key).find(|i| self.entries.get(*i).is_some_and(|e| e.key.load(Relaxed) == key.0))
+    }
+}
