@@ -212,7 +212,12 @@ async fn check_ledger(store: Arc<Store>, metrics: Metrics, stop: CancellationTok
             () = stop.cancelled() => return,
             () = tokio::time::sleep(CHECK) => {}
         }
-        let (drift, over) = store.read(|facts| (facts.drift(), facts.ledger().overcommitted()));
+        let (drift, over, unaccounted) = store.read(|facts| {
+            let ledger = facts.ledger();
+            let unaccounted = ledger.nodes().flat_map(|node| ledger.unaccounted(node)).count();
+            (facts.drift(), ledger.overcommitted(), unaccounted + ledger.unplaced())
+        });
+        metrics.unaccounted.set(i64::try_from(unaccounted).unwrap_or(i64::MAX));
         metrics.ledger_drift.set(i64::try_from(drift).unwrap_or(i64::MAX));
         metrics.overcommitted_cards.set(i64::try_from(over.len()).unwrap_or(i64::MAX));
         if drift > 0 {

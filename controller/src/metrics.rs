@@ -89,6 +89,8 @@ pub struct Metrics {
     pub ledger_drift: Gauge,
     /// Cards on which more stands than they have; 0 unless an admin lowered a card's capacity.
     pub overcommitted_cards: Gauge,
+    /// Allocations that cannot be read, and pods that run without theirs; 0 unless somebody went around Mullion.
+    pub unaccounted: Gauge,
     /// 1 while this replica runs the reconcilers.
     pub leader: Gauge,
     registry: Arc<Mutex<Registry>>,
@@ -123,6 +125,7 @@ impl Metrics {
             unmanaged_gpu_pods: Gauge::default(),
             ledger_drift: Gauge::default(),
             overcommitted_cards: Gauge::default(),
+            unaccounted: Gauge::default(),
             leader: Gauge::default(),
             registry: Arc::default(),
         };
@@ -172,6 +175,11 @@ impl Metrics {
             "overcommitted_cards",
             "Cards on which more stands than they have",
             self.overcommitted_cards.clone(),
+        );
+        registry.register(
+            "unaccounted",
+            "Allocations that cannot be read and pods that run without theirs; their nodes take no new GPU pods",
+            self.unaccounted.clone(),
         );
         registry.register("leader", "1 while this replica runs the reconcilers", self.leader.clone());
     }

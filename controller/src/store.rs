@@ -2,9 +2,10 @@
 //!
 //! Nothing here is written by hand: every number is a fold of facts. A watch that was interrupted lists anew, and
 //! what is missing from the new list is gone (FS-09); an object that cannot be read is passed over, loudly, and
-//! what was known of it stays.
+//! what was known of it stays. An allocation of which nothing was known closes its node.
 
 mod facts;
+mod guard;
 mod pods;
 mod watches;
 

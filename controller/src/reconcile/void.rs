@@ -40,8 +40,15 @@ pub fn why(facts: &Facts, pod: &PodRecord) -> Option<Why> {
         return None;
     }
     let Some(object) = facts.allocation_of_pod(pod.pod.uid.as_str()) else {
-        let text = format!("bound to node {node} without an allocation, so that its containers cannot start");
-        return (pod.phase == PodPhase::Pending).then_some(Why { code: MISSING_CODE, text, grace: MISSING });
+        let text = if pod.started {
+            format!(
+                "runs on node {node} without its allocation, which was removed by hand: the node keeps its GPUs for it and takes no new GPU pods until it has ended"
+            )
+        } else {
+            format!("bound to node {node} without an allocation, so that its containers cannot start")
+        };
+        let told = pod.started || pod.phase == PodPhase::Pending;
+        return told.then_some(Why { code: MISSING_CODE, text, grace: MISSING });
     };
     if object.spec.node_name != node.0 {
         // The other one is undone first.
@@ -122,8 +129,9 @@ async fn send_away(context: &Context, known: &mut Known, pod: &PodRecord, why: &
     };
     let span = mullion_telemetry::pod_span!("evict", pod.pod.uid.as_str(), code = why.code);
     let work = async {
-        if why.code == MISSING_CODE && !pod.owned {
-            // Nobody would make it anew. It is told once: an Event is a write.
+        if why.code == MISSING_CODE && (!pod.owned || pod.started) {
+            // Nobody would make it anew, or it works and a person has to say when it may end. It is told once: an
+            // Event is a write.
             if known.told.insert(pod.pod.uid.clone()) {
                 let note = format!("{text}: delete the pod and create it anew");
                 context.cluster.tell(&pod.pod, EventType::Warning, why.code, "Evict", note).await;

@@ -10,7 +10,7 @@ use mullion_core::request::{COUNT, Defaults};
 use mullion_core::units::{AllocationUid, NodeName, PodUid};
 use mullion_crds::{GPUNode, VGPUAllocation, names};
 
-use super::pods::PodRecord;
+use super::pods::{Phase, PodRecord};
 
 /// How many pods that are gone are remembered, to tell an allocation whose pod was never bound from one whose pod
 /// was. Each is some 50 bytes.
@@ -26,6 +26,13 @@ pub enum Change<K> {
     Seen(Box<K>),
     /// It is gone: its key, and its last state where that could be read.
     Gone(String, Option<Box<K>>),
+    /// It is there and cannot be read.
+    Unreadable {
+        /// Its uid.
+        uid: String,
+        /// `spec.nodeName`, where at least that can be read.
+        node: Option<String>,
+    },
     /// A list is about to be asked for.
     Listing,
     /// A list is complete; whatever is not among these keys is gone. Keys: see each `Facts::…_listed`.
@@ -159,12 +166,16 @@ impl Facts {
     pub fn fold(&mut self, event: &Event) -> bool {
         let node = self.may_gain(event);
         let before = self.ledger.generation();
+        let unplaced = self.ledger.unplaced();
         let changed = self.ledger.apply(event);
         // A report that no fit can tell from the one before (its number has grown) is no gain.
         if self.ledger.generation() != before
             && let Some(node) = node
         {
             self.gained.insert(node);
+        }
+        if self.ledger.unplaced() < unplaced {
+            self.gained.extend(self.ledger.nodes().cloned());
         }
         changed
     }
@@ -175,16 +186,28 @@ impl Facts {
             Event::NodeObserved(fact) => Some(fact.name.clone()),
             Event::KubeNodeObserved(fact) => Some(fact.name.clone()),
             Event::AllocationObserved(fact) => {
-                let known = self.ledger.allocation(&fact.uid)?;
+                let Some(known) = self.ledger.allocation(&fact.uid) else {
+                    // It may be the one that a pod there was missing, or that could not be read.
+                    let closed = self.ledger.unaccounted(&fact.node).next().is_some();
+                    return closed.then(|| fact.node.clone());
+                };
                 let freed = (fact.released && !known.released) || (fact.init_done && !known.init_done);
                 freed.then(|| fact.node.clone())
             }
             Event::AllocationGone(uid) => {
-                let known = self.ledger.allocation(uid)?;
+                let Some(known) = self.ledger.allocation(uid) else {
+                    let mut unreadable = self.ledger.unreadable();
+                    return unreadable.find(|(other, _)| *other == uid)?.1.cloned();
+                };
                 (!known.released).then(|| known.node.clone())
             }
             Event::HoldEnded(pod) => self.ledger.hold_of(pod).map(|hold| hold.node.clone()),
-            Event::NodeGone(_) | Event::KubeNodeGone(_) | Event::Held(_) => None,
+            Event::PodEnded(pod) => self.ledger.started_on(pod).cloned(),
+            Event::NodeGone(_)
+            | Event::KubeNodeGone(_)
+            | Event::Held(_)
+            | Event::AllocationUnreadable { .. }
+            | Event::PodStarted { .. } => None,
         }
     }
 
@@ -214,6 +237,11 @@ impl Facts {
         self.fold(&Event::AllocationGone(uid.clone()));
     }
 
+    /// An allocation is there and cannot be read; of its node what could be.
+    pub fn allocation_unreadable(&mut self, uid: String, node: Option<String>) {
+        self.fold(&Event::AllocationUnreadable { uid: uid.into(), node: node.map(Into::into) });
+    }
+
     /// Allocations are about to be listed.
     pub fn allocations_listing(&mut self) {
         self.fresh = Some(BTreeSet::new());
@@ -225,7 +253,8 @@ impl Facts {
     /// and the watch that follows the list reports its end. Ending it here would be for good.
     pub fn allocations_listed(&mut self, uids: &BTreeSet<String>) {
         let fresh = self.fresh.take().unwrap_or_default();
-        let known = self.ledger.allocations().map(|fact| fact.uid.clone());
+        let unreadable = self.ledger.unreadable().map(|(uid, _)| uid.clone());
+        let known = self.ledger.allocations().map(|fact| fact.uid.clone()).chain(unreadable);
         let lost: Vec<AllocationUid> =
             known.filter(|uid| !uids.contains(uid.as_str()) && !fresh.contains(uid)).collect();
         for uid in lost {
@@ -302,6 +331,16 @@ impl Facts {
     /// A pod under our scheduler's name was seen.
     pub fn pod_seen(&mut self, object: &Pod) {
         if let Some(record) = PodRecord::read(object, &self.defaults) {
+            let pod = record.pod.uid.clone();
+            match &record.node {
+                Some(node) if record.holds() => {
+                    self.fold(&Event::PodStarted { pod, node: node.clone() });
+                }
+                _ if record.phase == Phase::Ended => {
+                    self.fold(&Event::PodEnded(pod));
+                }
+                _ => {}
+            }
             self.pods.insert(record.pod.uid.clone(), record);
         }
     }
@@ -310,6 +349,7 @@ impl Facts {
     pub fn pod_gone(&mut self, uid: String, last: Option<&Pod>) {
         let uid = PodUid::from(uid);
         self.pods.remove(&uid);
+        self.fold(&Event::PodEnded(uid.clone()));
         if let Some(last) = last {
             let node = last.spec.as_ref().and_then(|s| s.node_name.as_deref());
             self.depart(uid, node.is_some_and(|n| !n.is_empty()));
@@ -319,7 +359,12 @@ impl Facts {
     /// All pods under our scheduler's name are listed; `uids` are those that exist.
     pub fn pods_listed(&mut self, uids: &BTreeSet<String>) {
         // What happened to them between two lists is not known: no `departed` entry.
-        self.pods.retain(|uid, _| uids.contains(uid.as_str()));
+        let lost: Vec<PodUid> =
+            self.pods.keys().filter(|uid| !uids.contains(uid.as_str())).cloned().collect();
+        for uid in lost {
+            self.pods.remove(&uid);
+            self.fold(&Event::PodEnded(uid));
+        }
     }
 
     /// A pending pod under another scheduler's name was seen.
@@ -353,7 +398,7 @@ impl Facts {
         }
     }
 
-    /// How many allocations and cards the ledger sees otherwise than a fold of the same objects from nothing.
+    /// How many allocations, cards and nodes the ledger sees otherwise than a fold of the same objects from nothing.
     #[must_use]
     pub fn drift(&self) -> usize {
         let mut fresh = Ledger::default();
@@ -369,6 +414,14 @@ impl Facts {
         for hold in self.ledger.holds() {
             fresh.apply(&Event::Held(hold.clone()));
         }
+        for (uid, node) in self.ledger.unreadable() {
+            fresh.apply(&Event::AllocationUnreadable { uid: uid.clone(), node: node.cloned() });
+        }
+        for record in self.pods.values().filter(|record| record.holds()) {
+            if let Some(node) = record.node.clone() {
+                fresh.apply(&Event::PodStarted { pod: record.pod.uid.clone(), node });
+            }
+        }
         let standings = |ledger: &Ledger| -> BTreeMap<AllocationUid, Option<Standing>> {
             ledger
                 .allocations()
@@ -380,7 +433,8 @@ impl Facts {
         let allocations = uids.iter().filter(|uid| ours.get(**uid) != theirs.get(**uid)).count();
         let nodes: BTreeSet<&NodeName> = self.ledger.nodes().chain(fresh.nodes()).collect();
         let cards = nodes.iter().filter(|n| self.ledger.card_usage(n) != fresh.card_usage(n)).count();
-        allocations + cards
+        let unaccounted = |n: &&&NodeName| !self.ledger.unaccounted(n).eq(fresh.unaccounted(n));
+        allocations + cards + nodes.iter().filter(unaccounted).count()
     }
 }
 

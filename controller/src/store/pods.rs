@@ -1,6 +1,6 @@
 //! A pod, trimmed to what is decided by.
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::ResourceExt;
 use mullion_core::facts::PodRef;
 use mullion_core::request::{Defaults, PodRequest, RequestError, parse_pod};
@@ -32,6 +32,8 @@ pub struct PodRecord {
     pub deleting: bool,
     /// How far it has come.
     pub phase: Phase,
+    /// A container of it that asks for GPUs has started once.
+    pub started: bool,
     /// kube-scheduler has tried it and found no node.
     pub unschedulable: bool,
     /// Name of its scheduler.
@@ -58,9 +60,17 @@ impl PodRecord {
             .and_then(|s| s.conditions.as_ref())
             .and_then(|all| all.iter().find(|condition| condition.type_ == "PodScheduled"));
         let phase = status.and_then(|s| s.phase.as_deref()).unwrap_or_default();
+        let request = parse_pod(&view, defaults);
+        let asks = |name: &str| {
+            let wishes = request.iter().flatten().flat_map(|request| &request.containers);
+            wishes.into_iter().any(|wish| wish.name == name)
+        };
+        let statuses = status.into_iter().flat_map(|s| [&s.init_container_statuses, &s.container_statuses]);
+        let started = statuses.flatten().flatten().any(|c| has_started(c) && asks(&c.name));
         Some(Self {
             pod: mullion_crds::pod::pod_ref(object)?,
-            request: parse_pod(&view, defaults),
+            request,
+            started,
             node: view.node_name.map(NodeName::from),
             deleting: object.metadata.deletion_timestamp.is_some(),
             phase: match phase {
@@ -78,6 +88,13 @@ impl PodRecord {
         })
     }
 
+    /// Its containers hold what the node gave them: one has started, and the pod has not ended. From then on its
+    /// node's agent keeps that for it, whatever becomes of the allocation.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        self.node.is_some() && self.started && self.phase != Phase::Ended
+    }
+
     /// `namespace/name`.
     #[must_use]
     pub fn full_name(&self) -> String {
@@ -89,4 +106,12 @@ impl PodRecord {
     pub const fn waiting(&self) -> bool {
         self.node.is_none() && !self.deleting && matches!(self.phase, Phase::Pending)
     }
+}
+
+/// Whether a container runs or ever did. One that could not be created never held anything.
+fn has_started(status: &ContainerStatus) -> bool {
+    let ran = |state: &Option<k8s_openapi::api::core::v1::ContainerState>| {
+        state.as_ref().is_some_and(|state| state.running.is_some() || state.terminated.is_some())
+    };
+    ran(&status.state) || ran(&status.last_state) || status.restart_count > 0
 }

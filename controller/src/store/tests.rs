@@ -109,6 +109,19 @@ fn the_ledger_equals_a_fresh_fold() {
     }
     store.write(|facts| facts.allocation_gone(&"allocation-a".into()));
     assert_eq!(store.read(Facts::drift), 0);
+    // What is unaccounted for is part of it.
+    store.write(|facts| {
+        facts.allocation_unreadable("x".to_owned(), Some("n".to_owned()));
+        facts.pod_seen(
+            &serde_json::from_value(json!({"metadata": {"name": "c", "namespace": "ns", "uid": "c"},
+                "spec": {"nodeName": "n", "containers": [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]},
+                "status": {"phase": "Running", "containerStatuses": [{"name": "main", "image": "i", "imageID": "", "ready": true,
+                    "restartCount": 0, "state": {"running": {}}}]}}))
+            .unwrap(),
+        );
+    });
+    assert_eq!(store.read(|facts| facts.ledger().unaccounted(&"n".into()).count()), 2);
+    assert_eq!(store.read(Facts::drift), 0);
     // A ledger that was fed something that no object says is found out.
     store.write(|facts| facts.fold(&Event::AllocationGone("allocation-b".into())));
     assert!(store.read(Facts::drift) > 0);
@@ -186,5 +199,46 @@ fn strangers_are_pods_that_ask_for_something() {
             .unwrap();
         store.write(|facts| facts.stranger_seen(&pod));
         assert_eq!(store.read(|facts| facts.strangers().count()), want, "{case}");
+    }
+}
+
+// Somebody strips an allocation while its pod runs: the node keeps the cards for the pod, and we place nothing there
+// until it has ended.
+#[test]
+fn a_node_is_closed_while_a_pod_runs_there_without_its_allocation() {
+    let seen = |status: serde_json::Value| -> Pod {
+        serde_json::from_value(json!({"metadata": {"name": "pod-a", "namespace": "ns", "uid": "a"},
+            "spec": {"nodeName": "n", "schedulerName": "mullion-scheduler",
+                "initContainers": [{"name": "first"}],
+                "containers": [
+                    {"name": "main", "resources": {"limits": {"nvidia.com/gpumem": "300"}}},
+                    {"name": "log"}]},
+            "status": status}))
+        .unwrap()
+    };
+    let status = |phase: &str, name: &str, state: serde_json::Value, restarts: u32| {
+        json!({"phase": phase, "containerStatuses": [{"name": name, "image": "i", "imageID": "", "ready": false,
+            "restartCount": restarts, "state": state}]})
+    };
+    let (runs, waits) = (json!({"running": {}}), json!({"waiting": {"reason": "CreateContainerError"}}));
+    for (case, status, closed) in [
+        ("it runs", status("Running", "main", runs.clone(), 0), true),
+        ("nothing of it ran", status("Pending", "main", waits.clone(), 0), false),
+        ("it ran and starts again", status("Running", "main", waits, 1), true),
+        ("what runs has no GPU", status("Running", "log", runs.clone(), 0), false),
+        ("it has ended", status("Succeeded", "main", json!({"terminated": {"exitCode": 0}}), 0), false),
+    ] {
+        let store = store();
+        made(&store, "a", 300);
+        store.write(|facts| facts.pod_seen(&seen(status)));
+        let fits =
+            || store.read(|facts| facts.ledger().fit(&request(1), &"n".into()).map_err(|r| r.code()).err());
+        assert_eq!(fits(), None, "{case}: it has its allocation");
+        store.write(|facts| facts.allocation_gone(&"allocation-a".into()));
+        assert_eq!(fits(), closed.then_some("HoldingsUnknown"), "{case}");
+        store.take_gained();
+        store.write(|facts| facts.pods_listed(&BTreeSet::new()));
+        assert_eq!(fits(), None, "{case}: it is gone");
+        assert_eq!(store.take_gained().contains(&"n".into()), closed, "{case}: whoever waits is woken");
     }
 }

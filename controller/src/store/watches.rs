@@ -8,7 +8,6 @@ use std::time::Duration;
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::Api;
-use kube::core::DeserializeGuard;
 use kube::runtime::utils::Backoff;
 use kube::runtime::watcher::{self, Config, Event};
 use kube::runtime::{WatchStreamExt, watcher as watch};
@@ -18,6 +17,7 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use super::guard::Guard;
 use super::{Change, Source, Store};
 use crate::metrics::{KindLabels, Metrics};
 
@@ -43,26 +43,26 @@ pub fn run(
         |facts, change| match change {
             Change::Seen(object) => facts.gpu_node_seen(*object),
             Change::Gone(name, _) => facts.gpu_node_gone(&name),
-            Change::Listing => {}
+            Change::Listing | Change::Unreadable { .. } => {}
             Change::Listed(names) => facts.gpu_nodes_listed(&names),
         },
     );
     start.watch::<Node>(tasks, Source::Nodes, Config::default(), name_of, |facts, change| match change {
         Change::Seen(object) => facts.node_seen(&object),
         Change::Gone(name, _) => facts.node_gone(&name),
-        Change::Listing => {}
+        Change::Listing | Change::Unreadable { .. } => {}
         Change::Listed(names) => facts.nodes_listed(&names),
     });
     start.watch::<Pod>(tasks, Source::Pods, ours, uid_of, |facts, change| match change {
         Change::Seen(object) => facts.pod_seen(&object),
         Change::Gone(uid, last) => facts.pod_gone(uid, last.as_deref()),
-        Change::Listing => {}
+        Change::Listing | Change::Unreadable { .. } => {}
         Change::Listed(uids) => facts.pods_listed(&uids),
     });
     start.watch::<Pod>(tasks, Source::Strangers, strangers, uid_of, |facts, change| match change {
         Change::Seen(object) => facts.stranger_seen(&object),
         Change::Gone(uid, _) => facts.stranger_gone(&uid),
-        Change::Listing => {}
+        Change::Listing | Change::Unreadable { .. } => {}
         Change::Listed(uids) => facts.strangers_listed(&uids),
     });
 }
@@ -71,6 +71,7 @@ fn fold_allocation(facts: &mut super::Facts, change: Change<VGPUAllocation>) {
     match change {
         Change::Seen(object) => facts.allocation_seen(*object),
         Change::Gone(uid, _) => facts.allocation_gone(&uid.into()),
+        Change::Unreadable { uid, node } => facts.allocation_unreadable(uid, node),
         Change::Listing => facts.allocations_listing(),
         Change::Listed(uids) => facts.allocations_listed(&uids),
     }
@@ -125,12 +126,12 @@ impl Start<'_> {
         tasks: &mut JoinSet<()>,
         source: Source,
         config: Config,
-        key: fn(&DeserializeGuard<K>) -> String,
+        key: fn(&Guard<K>) -> String,
         fold: fn(&mut super::Facts, Change<K>),
     ) where
         K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
     {
-        let api: Api<DeserializeGuard<K>> = Api::all(self.client.clone());
+        let api: Api<Guard<K>> = Api::all(self.client.clone());
         let stop = self.stop.clone();
         let (store, metrics) = (Arc::clone(self.store), self.metrics.clone());
         tasks.spawn(async move {
@@ -152,13 +153,13 @@ impl Start<'_> {
 /// Turns what a watch says into changes.
 struct Feed<K> {
     source: Source,
-    key: fn(&DeserializeGuard<K>) -> String,
+    key: fn(&Guard<K>) -> String,
     listing: BTreeSet<String>,
     metrics: Metrics,
 }
 
 impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
-    fn change(&mut self, event: Result<Event<DeserializeGuard<K>>, watcher::Error>) -> Option<Change<K>> {
+    fn change(&mut self, event: Result<Event<Guard<K>>, watcher::Error>) -> Option<Change<K>> {
         match event {
             Ok(Event::Init) => {
                 // This comes before the list is asked for.
@@ -168,11 +169,11 @@ impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
             Ok(Event::InitApply(object)) => {
                 // One that cannot be read exists all the same: what was known of it stays.
                 self.listing.insert((self.key)(&object));
-                self.readable(object).map(Change::Seen)
+                Some(self.seen(object))
             }
             Ok(Event::InitDone) => Some(Change::Listed(std::mem::take(&mut self.listing))),
-            Ok(Event::Apply(object)) => self.readable(object).map(Change::Seen),
-            Ok(Event::Delete(object)) => Some(Change::Gone((self.key)(&object), self.readable(object))),
+            Ok(Event::Apply(object)) => Some(self.seen(object)),
+            Ok(Event::Delete(object)) => Some(Change::Gone((self.key)(&object), object.0.ok())),
             Err(error) => {
                 let kind = self.source.name();
                 self.metrics.watch_errors.get_or_create(&KindLabels { kind }).inc();
@@ -182,20 +183,24 @@ impl<K: Resource<DynamicType = ()> + Clone> Feed<K> {
         }
     }
 
-    fn readable(&self, object: DeserializeGuard<K>) -> Option<Box<K>> {
+    fn seen(&self, object: Guard<K>) -> Change<K> {
         match object.0 {
-            Ok(object) => Some(Box::new(object)),
-            Err(invalid) => {
+            Ok(object) => Change::Seen(object),
+            Err(remains) => {
                 let kind = self.source.name();
                 self.metrics.invalid_objects.get_or_create(&KindLabels { kind }).inc();
+                let code =
+                    if self.source == Source::Allocations { "AllocationUnreadable" } else { "Unreadable" };
                 tracing::error!(
                     kind,
-                    namespace = invalid.metadata.namespace.as_deref().unwrap_or_default(),
-                    name = invalid.metadata.name.as_deref().unwrap_or_default(),
-                    error = invalid.error,
+                    code,
+                    namespace = remains.metadata.namespace.as_deref().unwrap_or_default(),
+                    name = remains.metadata.name.as_deref().unwrap_or_default(),
+                    node = remains.node.as_deref().unwrap_or_default(),
+                    error = remains.error,
                     "object passed over: it cannot be read",
                 );
-                None
+                Change::Unreadable { uid: remains.metadata.uid.unwrap_or_default(), node: remains.node }
             }
         }
     }
@@ -233,7 +238,7 @@ mod tests {
         let known = || -> Vec<String> {
             store.read(|facts| facts.allocations().map(|(fact, _)| fact.uid.0.clone()).collect())
         };
-        let listed = |uid: &str| Event::InitApply(DeserializeGuard(Ok(allocation(uid))));
+        let listed = |uid: &str| Event::InitApply(Guard(Ok(Box::new(allocation(uid)))));
         answer("before");
         answer("kept");
         event(Event::Init);
@@ -244,7 +249,7 @@ mod tests {
         answer("before");
         event(Event::InitDone);
         assert_eq!(known(), ["during", "kept"]);
-        event(Event::Delete(DeserializeGuard(Ok(allocation("during")))));
+        event(Event::Delete(Guard(Ok(Box::new(allocation("during"))))));
         assert_eq!(known(), ["kept"], "the watch that follows reports its end");
         event(Event::Init);
         answer("between");
@@ -260,5 +265,46 @@ mod tests {
         assert_eq!(pauses, [200, 400, 800, 1600, 3200, 5000, 5000]);
         resume.reset();
         assert_eq!(resume.next(), Some(FIRST));
+    }
+
+    // An allocation of which nothing is known is not nothing: its node takes no new pods until it can be read.
+    #[test]
+    fn an_allocation_that_cannot_be_read_closes_its_node() {
+        let store = Store::new(mullion_core::request::Defaults::default());
+        let metrics = Metrics::new();
+        let mut feed: Feed<VGPUAllocation> = Feed {
+            source: Source::Allocations,
+            key: uid_of,
+            listing: BTreeSet::new(),
+            metrics: metrics.clone(),
+        };
+        let mut event = |event| {
+            let change = feed.change(Ok(event));
+            store.write(|facts| change.into_iter().for_each(|change| fold_allocation(facts, change)));
+        };
+        let broken = |uid: &str, sequence: serde_json::Value| -> Guard<VGPUAllocation> {
+            let mut object = serde_json::to_value(allocation(uid)).unwrap();
+            object["spec"]["sequence"] = sequence;
+            serde_json::from_str(&object.to_string()).unwrap()
+        };
+        let closed = || store.read(|facts| facts.ledger().unaccounted(&"n".into()).count());
+        event(Event::Init);
+        event(Event::InitApply(broken("a", json!("one"))));
+        event(Event::InitApply(broken("b", json!("two"))));
+        event(Event::InitDone);
+        assert_eq!(closed(), 2, "it is in the list, and what it says is not known");
+        assert_eq!(metrics.invalid_objects.get_or_create(&KindLabels { kind: "VGPUAllocation" }).get(), 2);
+        event(Event::Apply(broken("a", json!(1))));
+        assert_eq!(closed(), 1, "it can be read again");
+        event(Event::Apply(broken("a", json!("one"))));
+        assert_eq!(closed(), 1, "what was known of it stays");
+        store.take_gained();
+        event(Event::Delete(broken("b", json!("two"))));
+        assert_eq!(closed(), 0);
+        assert!(store.take_gained().contains(&"n".into()), "pods that wait for the node are woken");
+        event(Event::Apply(broken("c", json!("three"))));
+        event(Event::Init);
+        event(Event::InitDone);
+        assert_eq!(closed(), 0, "gone between two lists");
     }
 }

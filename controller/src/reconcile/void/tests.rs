@@ -33,6 +33,13 @@ fn pod(name: &str, node: Option<&str>, phase: &str, deleting: bool) -> serde_jso
     pod
 }
 
+/// The same with its container running.
+fn started(mut pod: serde_json::Value) -> serde_json::Value {
+    pod["status"]["containerStatuses"] = json!([{"name": "main", "image": "i", "imageID": "", "ready": true,
+        "restartCount": 0, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}]);
+    pod
+}
+
 #[test]
 fn who_cannot_stay() {
     let first = allocation("first", 1, 600, "Bound", "GPU-1");
@@ -69,7 +76,20 @@ fn who_cannot_stay() {
             Some("AllocationFailed"),
         ),
         ("it has none", vec![], pod("p", Some("n"), "Pending", false), Some("AllocationMissing")),
-        ("it has none and runs: from before our time", vec![], pod("p", Some("n"), "Running", false), None),
+        ("it has none, and what runs has no GPU", vec![], pod("p", Some("n"), "Running", false), None),
+        (
+            "its allocation was removed by hand while it ran",
+            vec![],
+            started(pod("p", Some("n"), "Running", false)),
+            Some("AllocationMissing"),
+        ),
+        (
+            "while its init container ran",
+            vec![],
+            started(pod("p", Some("n"), "Pending", false)),
+            Some("AllocationMissing"),
+        ),
+        ("it ran and has ended", vec![], started(pod("p", Some("n"), "Failed", false)), None),
         ("it waits", vec![], pod("p", None, "Pending", false), None),
         ("it goes already", vec![], pod("p", Some("n"), "Pending", true), None),
         // BL-05: a pod that has failed is over, not in the way.
@@ -144,6 +164,29 @@ async fn nobody_is_evicted_on_hearsay() {
         let asked = calls.iter().any(|call| call == "POST pods/ns/p/eviction");
         assert_eq!(asked, evicted, "{case}: {calls:?}");
     }
+}
+
+/// It works: a person says when it may end. What its node keeps for it is in nobody's books, so nothing is placed there.
+#[tokio::test]
+async fn a_pod_that_runs_without_its_allocation_is_told_once_and_left() {
+    let api = FakeApi::default();
+    let context = context(&api);
+    let mut running = started(pod("p", Some("n"), "Running", false));
+    running["metadata"]["ownerReferences"] =
+        json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "r", "controller": true}]);
+    api.put("pods/ns/p", running.clone());
+    context.store.write(|facts| facts.pod_seen(&serde_json::from_value(running).unwrap()));
+    let (record, why) = context.store.read(|facts| {
+        let record = facts.pods().next().unwrap();
+        (record.clone(), why(facts, record).unwrap())
+    });
+    let mut known = Known::default();
+    for _ in 0..3 {
+        assert!(!send_away(&context, &mut known, &record, &why).await.unwrap());
+    }
+    let events = api.events();
+    assert!(matches!(events.as_slice(), [event] if event.contains("takes no new GPU pods")), "{events:?}");
+    assert!(api.get("pods/ns/p").is_some(), "it is not evicted");
 }
 
 /// No idle writes: a pod that only its user can help is told once.
