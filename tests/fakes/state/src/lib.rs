@@ -15,7 +15,7 @@ pub mod verb;
 
 pub use error::Error;
 pub use state::{
-    Card, ComputeInstance, Driver, Ecc, EccCounts, Event, GpuInstance, InjectedError, Link, Mig, NodeState,
-    Pci, Placement, Process,
+    Card, ComputeInstance, Driver, Ecc, EccCounts, Event, GpuInstance, InjectedError, Link, Mig, NODES_ENV,
+    NodeState, Pci, Placement, Process,
 };
 pub use store::{STATE_ENV, Store};

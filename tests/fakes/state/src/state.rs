@@ -1,6 +1,8 @@
 //! The schema of a simulated node.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -10,6 +12,15 @@ const EVENTS_KEPT: usize = 256;
 
 /// Type of an XID event (`nvmlEventTypeXidCriticalError`).
 const EVENT_XID: u64 = 8;
+
+/// Environment variable that names the folder of a container's device nodes: cards without one are not listed. The host,
+/// where it is absent, sees all.
+pub const NODES_ENV: &str = "MULLION_FAKE_DEV";
+
+fn nodes_folder() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    FOLDER.get_or_init(|| std::env::var_os(NODES_ENV).map(PathBuf::from)).as_deref()
+}
 
 /// Everything that the driver of one node knows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -285,9 +296,16 @@ impl NodeState {
         self.cards.iter_mut().find(|c| c.uuid == uuid)
     }
 
-    /// The cards that the driver lists, in the order of their index.
+    /// The cards that the driver lists, in the order of their index; in a container, those whose device nodes it has.
     pub fn listed(&self) -> impl Iterator<Item = &Card> {
-        self.cards.iter().filter(|c| c.present)
+        self.listed_in(nodes_folder())
+    }
+
+    fn listed_in<'a>(&'a self, nodes: Option<&'a Path>) -> impl Iterator<Item = &'a Card> {
+        let seen = move |card: &Card| {
+            nodes.is_none_or(|folder| folder.join(format!("nvidia{}", card.minor)).exists())
+        };
+        self.cards.iter().filter(move |c| c.present && seen(c))
     }
 
     /// The error that this call has to answer with, counted down; none when none is due.
@@ -331,5 +349,20 @@ impl Card {
     #[must_use]
     pub fn utilization(&self) -> u32 {
         self.processes.iter().fold(0_u32, |sum, p| sum.saturating_add(p.sm_percent)).min(100)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_container_sees_the_cards_whose_nodes_it_has() {
+        let state = crate::profile::node("h100x4", "node-a").unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["nvidia2", "nvidia3", "nvidiactl"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        let minors = |nodes| state.listed_in(nodes).map(|c| c.minor).collect::<Vec<_>>();
+        assert_eq!(minors(None), [0, 1, 2, 3], "the host");
+        assert_eq!(minors(Some(folder.path())), [2, 3]);
     }
 }
