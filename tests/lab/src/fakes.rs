@@ -11,6 +11,9 @@ use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 use crate::layout::NodePlan;
 use crate::supervisor::Lab;
 
+/// What cargo calls the simulated CUDA driver.
+pub const CUDA_BUILT: &str = "libcuda.so";
+
 /// Makes the state file and the device nodes of a node.
 pub fn create(lab: &Lab, node: &NodePlan) -> Result<()> {
     let state = fake_state::profile::node(&node.cards, &node.name)?;
@@ -22,11 +25,13 @@ pub fn create(lab: &Lab, node: &NodePlan) -> Result<()> {
         device(&dir.join("dev").join(name))?;
     }
     fake_state::Store::create(node.fake_state(), &state)?;
-    let library = lab.plan.bin.join("libnvidia_ml.so");
-    if library.exists() {
-        let to = dir.join("driver/libnvidia-ml.so.1");
-        fs::copy(&library, &to)
-            .with_context(|| format!("cannot copy {} to {}", library.display(), to.display()))?;
+    for (built, name) in [("libnvidia_ml.so", "libnvidia-ml.so.1"), (CUDA_BUILT, "libcuda.so.1")] {
+        let library = lab.plan.bin.join(built);
+        if library.exists() {
+            let to = dir.join("driver").join(name);
+            fs::copy(&library, &to)
+                .with_context(|| format!("cannot copy {} to {}", library.display(), to.display()))?;
+        }
     }
     Ok(())
 }
@@ -46,7 +51,7 @@ pub fn write_cdi(lab: &Lab, node: &NodePlan) -> Result<()> {
     command.arg("--state").arg(node.fake_state());
     command.arg("--dev-root").arg(dir.join("dev"));
     command.arg("--driver-root").arg(dir.join("driver"));
-    command.args(["--naming", "index", "--output"]).arg(dir.join("etc-cdi/nvidia.yaml"));
+    command.args(["--share-state", "--naming", "index", "--output"]).arg(dir.join("etc-cdi/nvidia.yaml"));
     lab.children
         .run(&mut command)
         .map(drop)

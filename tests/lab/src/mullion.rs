@@ -21,6 +21,8 @@ use crate::{api, apply, fakes, manifests, network, node};
 const TOKEN_LIFE: Duration = Duration::from_hours(24);
 /// Namespace of an installation.
 const NAMESPACE: &str = "mullion-system";
+/// The library that applies limits in containers, as `vgpu-hook/build` leaves it beside the programs.
+const HOOK: &str = "libvgpu.so";
 /// Port for a controller's health.
 const CONTROLLER_HEALTH: u16 = 9395;
 
@@ -86,11 +88,16 @@ pub fn agent(lab: &Lab, node: &NodePlan) -> Result<()> {
     let uid = node_uid(&object)?;
     let kubeconfig = identity(&agent_name(&node.name), "mullion-nodeagent", Some((&node.name, &uid)))?;
     let config = node.dir().join("config/agent.yaml");
+    let hook = lab.plan.bin.join(HOOK);
+    if !hook.exists() {
+        lab.say(&format!("no {} in {}: containers run without limits", HOOK, lab.plan.bin.display()));
+    }
     let text = json!({
         "apiVersion": "config.mullion.io/v1alpha1",
         "kind": "NodeAgentConfig",
         "cgroupRoot": format!("/{}/{}", layout::cgroup(), node.name),
-        "enforcement": "report",
+        "hookLibrary": hook,
+        "enforcement": if hook.exists() { "required" } else { "report" },
     });
     write(&config, &text.to_string())?;
     let args = [

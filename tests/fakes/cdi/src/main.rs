@@ -30,6 +30,9 @@ struct Args {
     /// Program for the createContainer hooks; none are written without it.
     #[arg(long)]
     hooks: Option<PathBuf>,
+    /// Containers see the state file and write to its folder: what their drivers are given counts on the node.
+    #[arg(long)]
+    share_state: bool,
     /// File to write, as YAML when its name ends in .yaml or .yml, else as JSON.
     #[arg(long)]
     output: PathBuf,
@@ -43,6 +46,7 @@ fn main() -> Result<()> {
         dev_root: absolute(&args.dev_root)?,
         driver_root: absolute(&args.driver_root)?,
         hooks: args.hooks,
+        shared_state: args.share_state.then(|| absolute(&args.state)).transpose()?,
     };
     let yaml = args.output.extension().is_some_and(|e| e == "yaml" || e == "yml");
     let text = Spec::of(&state, &sources, args.naming)
@@ -57,8 +61,8 @@ fn coded(code: &'static str, error: impl std::error::Error + Send + Sync + 'stat
 }
 
 /// Hosts' paths in a spec are absolute.
-fn absolute(folder: &Path) -> Result<PathBuf> {
-    fs::canonicalize(folder).with_context(|| format!("cannot find the folder {}", folder.display()))
+fn absolute(path: &Path) -> Result<PathBuf> {
+    fs::canonicalize(path).with_context(|| format!("cannot find {}", path.display()))
 }
 
 /// A runtime that watches the folder sees a whole spec or none: what it reads ends in .json or .yaml.

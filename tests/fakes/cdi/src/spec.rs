@@ -42,6 +42,8 @@ const CONTROL_NODES: [&str; 3] = ["nvidia-uvm", "nvidia-uvm-tools", "nvidiactl"]
 const OPTIONAL_NODE: &str = "nvidia-modeset";
 
 const MOUNT_OPTIONS: [&str; 4] = ["ro", "nosuid", "nodev", "bind"];
+/// Of the folder in which the simulated driver keeps what it gave to whom.
+const SHARED_OPTIONS: [&str; 4] = ["rw", "nosuid", "nodev", "bind"];
 
 /// What this program refuses.
 #[derive(Debug, thiserror::Error)]
@@ -99,6 +101,9 @@ pub struct Sources {
     pub driver_root: PathBuf,
     /// Program for hooks, if there shall be any.
     pub hooks: Option<PathBuf>,
+    /// State file that the driver's libraries in containers share with those of the node. A real driver has its state in
+    /// the kernel.
+    pub shared_state: Option<PathBuf>,
 }
 
 /// A CDI spec.
@@ -267,7 +272,14 @@ impl Sources {
             Some(program) => hooks(program, driver, &mounts)?,
             None => vec![],
         };
-        Ok(Edits { env: vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()], device_nodes, hooks, mounts })
+        let mut env = vec!["NVIDIA_VISIBLE_DEVICES=void".to_owned()];
+        if let Some(state) = &self.shared_state {
+            env.push(format!("{}={}", fake_state::STATE_ENV, text(state)?));
+            env.push(format!("{}=/dev", fake_state::NODES_ENV));
+            let folder = state.parent().unwrap_or(state);
+            mounts.push(Mount { options: SHARED_OPTIONS, ..Mount::new(folder, &text(folder)?)? });
+        }
+        Ok(Edits { env, device_nodes, hooks, mounts })
     }
 
     /// A file of the driver: directly in its folder, or where a whole root would have it.
@@ -330,7 +342,7 @@ mod tests {
             File::create(path).unwrap();
         }
         fs::create_dir_all(&driver_root).unwrap();
-        let sources = Sources { dev_root, driver_root, hooks: None };
+        let sources = Sources { dev_root, driver_root, hooks: None, shared_state: None };
         Node { _folder: folder, state: profile::node(profile, "node-a").unwrap(), sources }
     }
 
@@ -401,6 +413,27 @@ mod tests {
                 hook(json!(["nvidia-cdi-hook", "create-symlinks", "--link", link])),
                 hook(json!(["nvidia-cdi-hook", "update-ldcache", "--folder", "/usr/lib/x86_64-linux-gnu"])),
             ])
+        );
+    }
+
+    #[test]
+    fn the_drivers_in_containers_share_the_nodes_state_where_that_is_asked_for() {
+        let mut node = node("h100x2", &NODES, &[]);
+        node.sources.shared_state = Some("/run/fake/node-a/state.json".into());
+        let edits = parsed(&node, Naming::Index)["containerEdits"].clone();
+        assert_eq!(
+            edits["env"],
+            json!([
+                "NVIDIA_VISIBLE_DEVICES=void",
+                "MULLION_FAKE_STATE=/run/fake/node-a/state.json",
+                "MULLION_FAKE_DEV=/dev"
+            ])
+        );
+        let folder = "/run/fake/node-a";
+        let options = ["rw", "nosuid", "nodev", "bind"];
+        assert_eq!(
+            edits["mounts"],
+            json!([{"hostPath": folder, "containerPath": folder, "options": options}])
         );
     }
 
