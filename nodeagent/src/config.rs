@@ -51,6 +51,10 @@ pub struct Args {
     /// Folder of the library and of the containers' usage files [default: /usr/local/vgpu].
     #[arg(long, env = "MULLION_HOOK_DIR", value_name = "DIR")]
     pub hook_dir: Option<PathBuf>,
+    /// The library that applies limits, as it came to the node; copied to a folder named after its content before a
+    /// container gets it [default: libvgpu.so in the folder of --hook-dir].
+    #[arg(long, env = "MULLION_HOOK_LIBRARY", value_name = "FILE")]
+    pub hook_library: Option<PathBuf>,
     /// Where the cgroup hierarchies are mounted [default: /sys/fs/cgroup].
     #[arg(long, env = "MULLION_CGROUP_MOUNT", value_name = "DIR")]
     pub cgroup_mount: Option<PathBuf>,
@@ -99,6 +103,7 @@ struct File {
     driver_cdi_dirs: Option<Vec<PathBuf>>,
     state_dir: Option<PathBuf>,
     hook_dir: Option<PathBuf>,
+    hook_library: Option<PathBuf>,
     cgroup_mount: Option<PathBuf>,
     cgroup_root: Option<String>,
     listen: Option<SocketAddr>,
@@ -164,6 +169,8 @@ pub struct Settings {
     pub state_dir: PathBuf,
     /// Library and usage files.
     pub hook_dir: PathBuf,
+    /// The library, as it came to the node.
+    pub hook_library: PathBuf,
     /// Where the cgroup hierarchies are mounted.
     pub cgroup_mount: PathBuf,
     /// Below which cgroup the kubelet's are looked for.
@@ -191,6 +198,8 @@ impl Settings {
         let path = |flag: Option<PathBuf>, file: Option<PathBuf>, default: &str| {
             flag.or(file).unwrap_or_else(|| PathBuf::from(default))
         };
+        let hook_dir = path(args.hook_dir, file.hook_dir, "/usr/local/vgpu");
+        let hook_library = args.hook_library.or(file.hook_library).filter(|p| !p.as_os_str().is_empty());
         let node = args.node_name.or(file.node_name).filter(|n| !n.is_empty()).ok_or(Error::NoNodeName)?;
         Ok(Self {
             node: NodeName(node),
@@ -207,7 +216,8 @@ impl Settings {
                 .or(file.driver_cdi_dirs)
                 .unwrap_or_else(|| vec!["/etc/cdi".into(), "/var/run/cdi".into()]),
             state_dir: path(args.state_dir, file.state_dir, "/var/lib/mullion"),
-            hook_dir: path(args.hook_dir, file.hook_dir, "/usr/local/vgpu"),
+            hook_library: hook_library.unwrap_or_else(|| hook_dir.join("libvgpu.so")),
+            hook_dir,
             cgroup_mount: path(args.cgroup_mount, file.cgroup_mount, "/sys/fs/cgroup"),
             cgroup_root: args.cgroup_root.or(file.cgroup_root).unwrap_or_else(|| "/".to_owned()),
             listen: args.listen.or(file.listen).unwrap_or(SocketAddr::from(([0, 0, 0, 0], 9394))),
@@ -236,10 +246,10 @@ impl Settings {
         self.hook_dir.join("containers")
     }
 
-    /// The library that applies the limits, where it is installed.
+    /// Folder of the library's versions, each in a folder named after its content.
     #[must_use]
-    pub fn library(&self) -> PathBuf {
-        self.hook_dir.join("libvgpu.so")
+    pub fn libraries_dir(&self) -> PathBuf {
+        self.hook_dir.join("lib")
     }
 
     /// The file that is mounted as a container's `/etc/ld.so.preload`.

@@ -4,7 +4,7 @@
 //! deleted marks allocations while pods run). What frees the capacity is proof: the pod's cgroup is gone in every
 //! hierarchy, no process of the node is in one, and none of the pod's is on its cards.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -30,6 +30,7 @@ use crate::config::Settings;
 use crate::error::Error;
 use crate::metrics::Metrics;
 use crate::nvml::DriverHandle;
+use crate::prepare::library::Library;
 use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
 use crate::state::State;
 use crate::status::{self, Claim};
@@ -135,6 +136,8 @@ impl Releaser {
         let mut leaving: BTreeMap<AllocationUid, Leaving> = BTreeMap::new();
         let mut missing: BTreeMap<AllocationUid, Instant> = BTreeMap::new();
         let mut sweep = Instant::now();
+        let library = Library::new(&self.settings);
+        let mut libraries = BTreeSet::new();
         loop {
             bell.borrow_and_update();
             self.find(&mut leaving, &mut missing).await;
@@ -163,6 +166,7 @@ impl Releaser {
             if sweep <= Instant::now() {
                 self.look(&cgroups).await;
                 self.sweep(&cgroups).await;
+                report(library.sweep(&mut libraries));
                 sweep = Instant::now() + SWEEP;
             }
             let next = leaving.values().map(|l| l.at).chain(missing.values().copied()).chain([sweep]).min();
@@ -518,7 +522,6 @@ pub fn remove_specs(cdi_dir: &Path) -> Result<(), Error> {
 mod tests {
     use super::*;
     use mullion_crds::vgpuallocation::{PodReference, VGPUAllocationSpec};
-    use std::collections::BTreeSet;
 
     #[test]
     fn only_a_pod_that_ended_or_is_seen_to_be_gone_starts_a_release() {

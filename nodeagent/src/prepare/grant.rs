@@ -12,6 +12,7 @@ use crate::checkpoint::CheckpointError;
 use crate::config::{ContainerSettings, Enforcement};
 use crate::error::Error;
 use crate::prepare::driver_files::{CardName, NoDevice};
+use crate::prepare::library::Unusable;
 
 /// A card as the agent sees it now.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,8 +48,8 @@ pub struct Question<'a> {
     pub cards: Option<&'a BTreeMap<GpuUuid, CardView>>,
     /// What happens where no limit can be applied.
     pub enforcement: Enforcement,
-    /// The library that applies limits is installed.
-    pub library: bool,
+    /// Why no library applies limits; `None` where one does.
+    pub unusable: Option<&'a Unusable>,
 }
 
 /// One card given to a container.
@@ -141,11 +142,8 @@ pub enum Refusal {
          when they had ended: the pod is placed anew"
     )]
     InitRerun { container: String },
-    #[error(
-        "{library:?} is not on this node, so no limit can be applied: install it, or set enforcement: report to run \
-         without limits"
-    )]
-    HookMissing { library: PathBuf },
+    #[error(transparent)]
+    Hook(Unusable),
     #[error(
         "no CDI spec of kind nvidia.com/gpu in {dirs}, and no nvidia-ctk to make one: run `nvidia-ctk cdi generate \
          --output /etc/cdi/nvidia.yaml`"
@@ -184,7 +182,7 @@ impl Refusal {
             Self::CardUnhealthy { .. } => "CardUnhealthy",
             Self::CardInMigMode { .. } => "CardInMigMode",
             Self::InitRerun { .. } => "InitRerun",
-            Self::HookMissing { .. } => "HookMissing",
+            Self::Hook(unusable) => unusable.code(),
             Self::CdiSpecMissing { .. } => "CdiSpecMissing",
             Self::CdiDeviceMissing { .. } => "CdiDeviceMissing",
             Self::GrantChanged { .. } => "GrantChanged",
@@ -204,7 +202,7 @@ impl Refusal {
                 | Self::DriverNotReady
                 | Self::CardUnhealthy { .. }
                 | Self::CardInMigMode { .. }
-                | Self::HookMissing { .. }
+                | Self::Hook(_)
                 | Self::CdiSpecMissing { .. }
                 | Self::CdiDeviceMissing { .. }
                 | Self::Failed { .. }
@@ -231,7 +229,7 @@ impl Refusal {
 ///
 /// # Errors
 /// The first [`Refusal`] that applies.
-pub fn decide(question: &Question<'_>, library: &std::path::Path, waited: u64) -> Result<Given, Refusal> {
+pub fn decide(question: &Question<'_>, waited: u64) -> Result<Given, Refusal> {
     let none = || Refusal::NoAllocation { pod: question.pod.clone(), seconds: waited };
     let allocation = question.allocation.ok_or_else(none)?;
     let standing = question.standing.ok_or_else(none)?;
@@ -263,8 +261,10 @@ pub fn decide(question: &Question<'_>, library: &std::path::Path, waited: u64) -
     if grant.kind == ContainerKind::Init && allocation.init_done && !fits_what_lasts(allocation, grant) {
         return Err(Refusal::InitRerun { container });
     }
-    if !question.library && question.enforcement == Enforcement::Required {
-        return Err(Refusal::HookMissing { library: library.to_owned() });
+    if let Some(unusable) = question.unusable
+        && question.enforcement == Enforcement::Required
+    {
+        return Err(Refusal::Hook(unusable.clone()));
     }
     Ok(Given {
         allocation: allocation.uid.clone(),
@@ -273,7 +273,7 @@ pub fn decide(question: &Question<'_>, library: &std::path::Path, waited: u64) -
         container,
         kind: grant.kind,
         devices,
-        enforced: question.library,
+        enforced: question.unusable.is_none(),
     })
 }
 

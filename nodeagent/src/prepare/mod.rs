@@ -7,6 +7,7 @@ pub mod cdi;
 pub mod driver_files;
 pub mod files;
 pub mod grant;
+pub mod library;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -27,6 +28,7 @@ use crate::error::Error;
 use crate::state::{Grant, State};
 use crate::world::{Driver, Refused, Shared};
 use driver_files::{DriverSpec, Finder};
+use library::Library;
 pub use grant::{CardView, Given, Question, Refusal, decide};
 
 /// Where the container finds its control page.
@@ -54,6 +56,7 @@ pub struct Preparer {
     state: State,
     audit: Audit,
     finder: Arc<Finder>,
+    library: Library,
     locks: [tokio::sync::Mutex<()>; LOCKS],
 }
 
@@ -68,7 +71,8 @@ impl Preparer {
         finder: Arc<Finder>,
     ) -> Self {
         let locks = std::array::from_fn(|_| tokio::sync::Mutex::default());
-        Self { settings, shared, state, audit, finder, locks }
+        let library = Library::new(&settings);
+        Self { settings, shared, state, audit, finder, library, locks }
     }
 
     /// Prepares every container that owns exactly `ids`. An init container and a later one of the same pod can share a
@@ -145,7 +149,7 @@ impl Preparer {
         };
         self.wait(owner, deadline).await;
         let specs = self.finder.find().await;
-        let library = self.settings.library().exists();
+        let library = self.library.current().map_err(|source| Refusal::Failed { source })?;
         // Decided and counted under one lock: two calls never give the same capacity twice.
         let (given, again) = self.shared.change(|world| {
             let found = world.allocation_of(&owner.pod);
@@ -164,9 +168,9 @@ impl Preparer {
                 standing,
                 cards: cards.as_ref(),
                 enforcement: self.settings.enforcement,
-                library,
+                unusable: library.as_ref().err(),
             };
-            let given = decide(&question, &self.settings.library(), PATIENCE.as_secs())?;
+            let given = decide(&question, PATIENCE.as_secs())?;
             // Of its capacity nothing may go to an earlier decision from now on, so it counts as prepared at once.
             // Where a step below fails, that errs to the safe side until the agent starts anew.
             world.mark(&given.allocation, |fact| fact.prepared = true);
@@ -176,7 +180,7 @@ impl Preparer {
             Some(lock) => Some(lock.lock().await),
             None => None,
         };
-        let spec = self.spec(&given, grant, &specs, library)?;
+        let spec = self.spec(&given, grant, &specs, library.ok().as_deref())?;
         self.log(&given, grant, owner).await?;
         self.write(&given, grant, &spec)?;
         let record = Grant {
@@ -217,7 +221,7 @@ impl Preparer {
         given: &Given,
         grant: &str,
         specs: &[DriverSpec],
-        library: bool,
+        library: Option<&Path>,
     ) -> Result<cdi::Spec, Refusal> {
         if specs.is_empty() {
             let dirs = self.settings.driver_cdi_dirs.iter().map(|d| d.display().to_string());
@@ -240,8 +244,8 @@ impl Preparer {
         };
         mount(&self.settings.pages_dir().join(grant), PAGE_IN_CONTAINER, "ro");
         mount(&self.container_folder(given).join(files::USAGE_FILE), USAGE_IN_CONTAINER, "rw");
-        if library {
-            mount(&self.settings.library(), LIBRARY_IN_CONTAINER, "ro");
+        if let Some(library) = library {
+            mount(library, LIBRARY_IN_CONTAINER, "ro");
             mount(&self.settings.preload(), "/etc/ld.so.preload", "ro");
         }
         Ok(cdi::grant_spec(grant, &version, edits))

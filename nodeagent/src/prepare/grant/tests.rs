@@ -1,7 +1,6 @@
 use super::*;
 use mullion_core::facts::DeviceGrant;
 use mullion_core::refusal::Code;
-use std::path::Path;
 
 fn device(uuid: &str, memory: u64, cores: u8) -> DeviceGrant {
     DeviceGrant { uuid: uuid.into(), memory: Mib(memory), cores: CoreShare::new(cores).unwrap() }
@@ -41,13 +40,17 @@ fn view(index: u32) -> CardView {
     }
 }
 
+fn missing() -> Unusable {
+    Unusable::Missing { library: "/usr/local/vgpu/libvgpu.so".into() }
+}
+
 struct Case {
     allocation: Option<AllocationFact>,
     standing: Option<Standing>,
     cards: Option<BTreeMap<GpuUuid, CardView>>,
     container: &'static str,
     ids: usize,
-    library: bool,
+    unusable: Option<Unusable>,
     enforcement: Enforcement,
 }
 
@@ -59,7 +62,7 @@ impl Default for Case {
             cards: Some([0, 1].map(|i| (format!("GPU-{i}").into(), view(i))).into()),
             container: "main",
             ids: 1,
-            library: true,
+            unusable: None,
             enforcement: Enforcement::Required,
         }
     }
@@ -86,9 +89,9 @@ impl Case {
             standing: self.standing.as_ref(),
             cards: self.cards.as_ref(),
             enforcement: self.enforcement,
-            library: self.library,
+            unusable: self.unusable.as_ref(),
         };
-        decide(&question, Path::new("/usr/local/vgpu/libvgpu.so"), 20)
+        decide(&question, 20)
     }
 }
 
@@ -207,7 +210,7 @@ fn every_way_in_which_a_container_may_not_start() {
             true,
             false,
         ),
-        ("no library", Case { library: false, ..Case::default() }, "HookMissing", "libvgpu.so", true, false),
+        ("no library", Case { unusable: Some(missing()), ..Case::default() }, "HookMissing", "libvgpu.so", true, false),
         (
             "big init again",
             Case { container: "big", ..Case::default() }.fact(|a| a.init_done = true),
@@ -238,10 +241,10 @@ fn what_must_not_stop_a_container() {
             Case { container: "small", ..Case::default() }.fact(|a| a.init_done = true),
         ),
         ("its apps after init", Case::default().fact(|a| a.init_done = true)),
-        ("report", Case { library: false, enforcement: Enforcement::Report, ..Case::default() }),
+        ("report", Case { unusable: Some(missing()), enforcement: Enforcement::Report, ..Case::default() }),
     ] {
         let given = case.decide().unwrap_or_else(|e| panic!("{name}: {e}"));
-        assert_eq!(given.enforced, case.library, "{name}");
+        assert_eq!(given.enforced, case.unusable.is_none(), "{name}");
     }
 }
 
