@@ -4,13 +4,16 @@ SHELL := bash
 CACHE = $${MULLION_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/mullion}
 CARGO = export CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-$(CACHE)/target}"; cargo
 
-.PHONY: help test lint fmt crds demo soak bench clean-lab
+.PHONY: help test test-gpu lint fmt crds demo soak bench clean-lab
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: ## Everything: set-up, format, lints, licences, unit, property and end-to-end tests
 	@tests/run
+
+test-gpu: ## libvgpu.so on a real card: limits, launch overhead, share of the SMs (needs an NVIDIA GPU)
+	@tests/gpu/run
 
 lint: ## Format, clippy, licences, documents, generated files
 	@tests/run setup fmt licences docs clippy generated
