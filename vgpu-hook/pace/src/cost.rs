@@ -3,7 +3,8 @@
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
-/// One launch in this many is measured once a function is known.
+/// One launch in this many is measured once a function is known, if it is short. Of those that take a millisecond one in
+/// eight is, and each that takes ten: there are few of them, and the two events cost nothing beside them.
 pub const SAMPLE_EVERY: u32 = 64;
 /// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch.
 pub const UNKNOWN_NS: u64 = 1_000_000;
@@ -193,7 +194,12 @@ impl Costs {
         };
         let (cost, seen) = (entry.cost.load(Relaxed), entry.seen.load(Relaxed));
         if cost != 0 {
-            let sample = measurable && seen.is_multiple_of(SAMPLE_EVERY);
+            let every = match cost {
+                10_000_000.. => 1,
+                1_000_000.. => 8,
+                _ => SAMPLE_EVERY,
+            };
+            let sample = measurable && seen.is_multiple_of(every);
             return Quote { ns: cost, sample, known: true, index: Some(index) };
         }
         if !measurable {

@@ -4,13 +4,16 @@
 pub const MIN_WINDOW_NS: u64 = 166_000_000;
 /// The longest: 1 s.
 pub const MAX_WINDOW_NS: u64 = 1_000_000_000;
-/// A newest sample older than this says nothing about now: three of the longest windows. Drivers were seen to answer
-/// with time stamps up to 9 s old.
-pub const STALE_NS: u64 = 3_000_000_000;
+/// A newest sample may be this old and the container still at work: drivers were seen to answer with time stamps up to
+/// 9 s old.
+pub const STALE_NS: u64 = 10_000_000_000;
 
-/// Time over which [`Meter::reading`] averages. Longer than two windows, so that a load of long kernels, which shows as
-/// 100 % in one window and not at all in the next, is seen as what it is.
-const SPAN_NS: u64 = 2_000_000_000;
+/// Samples are taken together until they cover this much. Longer than two windows, so that a load of long kernels, which
+/// shows as 100 % in one window and not at all in the next, is seen as what it is.
+const COVER_NS: u64 = 2_000_000_000;
+/// A container that is at work and held back shows up at least this often: the longest wait and the longest window. A
+/// longer gap was a pause.
+const PAUSE_NS: u64 = crate::AHEAD_NS + MAX_WINDOW_NS;
 const KEPT: usize = 128;
 
 /// What is known about the utilisation of a container on a card.
@@ -20,10 +23,14 @@ pub enum Reading {
     Present {
         /// 0..=1000.
         per_mille: u32,
+        /// Time that it is the mean of.
+        covered_ns: u64,
     },
-    /// NVML answered and named no process of it: none was busy in the last period.
+    /// There are new samples, too few to judge by.
+    Gathering,
+    /// NVML answered and has named no process of it for long: none was busy, or too little to be listed.
     Absent,
-    /// NVML answered with old samples only.
+    /// NVML answered, with samples that are known already.
     Stale {
         /// Age of the newest.
         age_ns: u64,
@@ -39,14 +46,23 @@ struct Sample {
     percent: u32,
 }
 
-/// Collects the samples of one container on one card. NVML lists a process only in windows in which it was busy, and
-/// may answer with a sample again or with several: each counts once, for its window, and a window without a sample
-/// counts as idle.
+/// A sample in quarters of a point. NVML gives whole points and does not say how it rounds, and with several processes
+/// the error adds up: a quarter more halves it both for rounding down and for rounding to the nearest.
+fn quarters(percent: u32) -> u64 {
+    u64::from(percent) * 4 + u64::from(percent != 0 && percent != 100)
+}
+
+/// Collects the samples of one container on one card.
+///
+/// NVML lists a process only in windows in which it was busy, may answer with a sample again or with several, and may be
+/// seconds late. So each sample counts once, for its window; a window without one counts as idle, but only up to the
+/// newest sample: what comes after it is not known yet.
 #[derive(Clone, Debug)]
 pub struct Meter {
     samples: [Sample; KEPT],
     next: usize,
     window_ns: u64,
+    taken_until: u64,
 }
 
 impl Default for Meter {
@@ -63,27 +79,32 @@ impl Meter {
             samples: [Sample { process: 0, at_ns: 0, percent: 0 }; KEPT],
             next: 0,
             window_ns: MAX_WINDOW_NS,
+            taken_until: 0,
         }
     }
 
     /// Enters a sample: `percent` of the window that ended at `at_ns` (the driver's time stamp, in the clock that
-    /// [`Meter::reading`] is asked in). Known ones, and percentages that are none, are left out.
+    /// [`Meter::take`] is asked in). Known ones, and percentages that are none, are left out.
     pub fn push(&mut self, process: u32, at_ns: u64, percent: u32) {
         let known = |s: &Sample| s.process == process && s.at_ns == at_ns;
         if at_ns == 0 || percent > 100 || self.samples.iter().any(known) {
             return;
         }
-        let before =
-            self.samples.iter().filter(|s| s.process == process && s.at_ns < at_ns).map(|s| s.at_ns).max();
-        if let Some(gap) = before.filter(|b| *b != 0).map(|b| at_ns - b)
-            && gap >= MIN_WINDOW_NS * 9 / 10
-        {
-            self.window_ns = self.window_ns.min(gap.max(MIN_WINDOW_NS));
+        if let Some(before) = self.before(at_ns, |s| s.process == process) {
+            let gap = at_ns - before;
+            if gap >= MIN_WINDOW_NS * 9 / 10 {
+                self.window_ns = self.window_ns.min(gap.max(MIN_WINDOW_NS));
+            }
         }
         if let Some(place) = self.samples.get_mut(self.next) {
             *place = Sample { process, at_ns, percent };
         }
         self.next = (self.next + 1) % KEPT;
+    }
+
+    /// The newest stamp before `at_ns` of the samples that `of` picks.
+    fn before(&self, at_ns: u64, of: impl Fn(&Sample) -> bool) -> Option<u64> {
+        self.samples.iter().filter(|s| s.at_ns != 0 && s.at_ns < at_ns && of(s)).map(|s| s.at_ns).max()
     }
 
     /// The window that the samples have shown.
@@ -92,37 +113,32 @@ impl Meter {
         self.window_ns
     }
 
-    /// The container's utilisation up to `now_ns`, after a call that NVML answered.
-    #[must_use]
-    pub fn reading(&self, now_ns: u64) -> Reading {
-        let Some(newest) = self.samples.iter().map(|s| s.at_ns).filter(|at| *at != 0).max() else {
-            return Reading::Absent;
-        };
-        let age_ns = now_ns.saturating_sub(newest);
-        if age_ns > STALE_NS {
-            // Old samples, seen before, of a container that has been idle since.
-            return Reading::Absent;
+    /// The container's utilisation since the last [`Reading::Present`], after a call that NVML answered.
+    pub fn take(&mut self, now_ns: u64) -> Reading {
+        let Some(newest) = self.before(u64::MAX, |_| true) else { return Reading::Absent };
+        if newest <= self.taken_until {
+            let age_ns = now_ns.saturating_sub(newest);
+            return if age_ns <= STALE_NS { Reading::Stale { age_ns } } else { Reading::Absent };
         }
-        // The newest window may have ended up to one window ago.
-        let end = newest.max(now_ns.saturating_sub(self.window_ns));
-        let start = end.saturating_sub(SPAN_NS);
+        let mut begin = self.taken_until;
+        for s in self.samples.iter().filter(|s| s.at_ns > self.taken_until) {
+            let previous = self.before(s.at_ns, |_| true).unwrap_or(0).max(self.taken_until);
+            if s.at_ns - previous > PAUSE_NS {
+                begin = begin.max(s.at_ns.saturating_sub(self.window_ns));
+            }
+        }
+        let covered_ns = newest - begin;
+        if covered_ns < COVER_NS {
+            return Reading::Gathering;
+        }
         let busy: u64 = self
             .samples
             .iter()
-            .filter(|s| s.at_ns > start && s.at_ns <= end)
-            .map(|s| u64::from(s.percent) * self.window_ns.min(s.at_ns - start))
+            .filter(|s| s.at_ns > begin)
+            .map(|s| quarters(s.percent) * self.window_ns.min(s.at_ns - begin))
             .sum();
-        let per_mille = (busy / (SPAN_NS / 10)).min(1000);
-        Reading::Present { per_mille: u32::try_from(per_mille).unwrap_or(1000) }
-    }
-
-    /// As [`Meter::reading`], where this call answered with `returned` as its newest time stamp for the container
-    /// (`None` = it named no process of it). A call that gives only old stamps is told apart from one that gives none.
-    #[must_use]
-    pub fn reading_after(&self, now_ns: u64, returned: Option<u64>) -> Reading {
-        match returned.map(|at| now_ns.saturating_sub(at)) {
-            Some(age_ns) if age_ns > STALE_NS => Reading::Stale { age_ns },
-            _ => self.reading(now_ns),
-        }
+        self.taken_until = newest;
+        let per_mille = (busy / (covered_ns / 10 * 4)).min(1000);
+        Reading::Present { per_mille: u32::try_from(per_mille).unwrap_or(1000), covered_ns }
     }
 }

@@ -9,19 +9,26 @@ pub const MIN_SCALE: u32 = SCALE_ONE / 64;
 /// Largest scale, 65,535: a guess from the grid may be too low by the length of the kernel over ten microseconds.
 pub const MAX_SCALE: u32 = u32::MAX;
 
-/// Errors are relative to the share and cut here, in 1/1000: three times the share.
+/// Errors are relative to the share, in 1/1000, and cut here: three times the share. Within the cut they are linear, so
+/// that readings which vary around the share leave the scale where it is.
 const ERROR_CAP: i64 = 3000;
-/// Integral gain per second, in 1/1000. Samples are averaged over two seconds and up to a second old: a gain of 0.25
-/// leaves a loop with two seconds of delay well damped.
-const INTEGRAL: i64 = 250;
+/// Integral gain per second, in 1/1000. A reading covers two seconds or more and is up to a window old: a gain of 0.2
+/// leaves a loop with three seconds of delay well damped.
+const INTEGRAL: i64 = 200;
+/// An error of three tenths of the share that stays on one side grows the gain with every reading, up to four times:
+/// only a guess of the cost is that wrong for that long.
+const LARGE: i64 = 300;
+const GROWTH: i64 = 3;
 /// Gain of the error's change, in 1/1000.
 const PROPORTIONAL: i64 = 50;
 /// Most that the scale is moved in a second, in 1/1000: a factor of two.
 const MOST: i64 = 1000;
 /// Time that a step may stand for: after a pause there is one step, not many.
-const LONGEST_NS: u64 = 2_000_000_000;
+const LONGEST_NS: u64 = 3_000_000_000;
+/// How long a container has to be absent before that says something.
+const ABSENT_NS: u64 = 2_000_000_000;
 
-/// What the agent saw of a container on a card since the last step.
+/// What the agent saw of a container on a card since the last period.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Observation {
     /// Utilisation.
@@ -32,7 +39,7 @@ pub struct Observation {
     pub waits: u64,
     /// How long they waited, all processes together.
     pub waited_ns: u64,
-    /// Time since the last step.
+    /// Time since the last period.
     pub elapsed_ns: u64,
 }
 
@@ -41,6 +48,13 @@ pub struct Observation {
 pub struct Steer {
     scale: u32,
     error: i64,
+    /// Readings in a row with a large error on the same side.
+    streak: i64,
+    /// Since the last reading that was judged.
+    launched: bool,
+    waits: u64,
+    waited_ns: u64,
+    elapsed_ns: u64,
 }
 
 impl Default for Steer {
@@ -53,7 +67,8 @@ impl Steer {
     /// A loop that goes on from `scale`, as found on a control page after a restart of the agent.
     #[must_use]
     pub const fn new(scale: u32) -> Self {
-        Self { scale: if scale < MIN_SCALE { MIN_SCALE } else { scale }, error: 0 }
+        let scale = if scale < MIN_SCALE { MIN_SCALE } else { scale };
+        Self { scale, error: 0, streak: 0, launched: false, waits: 0, waited_ns: 0, elapsed_ns: 0 }
     }
 
     /// The scale for the control page.
@@ -69,37 +84,41 @@ impl Steer {
     /// | more than the share | costs go up |
     /// | less, and launches waited for a twentieth of the time | costs go down |
     /// | less, and launches did not wait | none: the tenant did not want more |
-    /// | absent, launches waited | as less than the share: the bucket holds it too tight |
+    /// | absent for two seconds, launches waited | as nothing used: the bucket holds it too tight |
     /// | absent otherwise | none: idle, or too little to be seen |
-    /// | stale or missing | none |
+    /// | gathering, stale or missing | none |
     #[must_use]
-    pub fn step(self, target_percent: u32, seen: &Observation) -> Self {
-        if target_percent == 0 || target_percent >= 100 || seen.elapsed_ns == 0 {
+    pub fn step(mut self, target_percent: u32, seen: &Observation) -> Self {
+        if target_percent == 0 || target_percent >= 100 {
             return self;
         }
-        let waited = seen.waits > 0 && seen.waited_ns.saturating_mul(20) >= seen.elapsed_ns;
-        let used = match seen.reading {
-            Reading::Present { per_mille } => i64::from(per_mille.min(1000)),
-            Reading::Absent if seen.launched && waited => 0,
-            Reading::Absent | Reading::Stale { .. } | Reading::Missing => return self,
+        self.launched |= seen.launched;
+        self.waits = self.waits.saturating_add(seen.waits);
+        self.waited_ns = self.waited_ns.saturating_add(seen.waited_ns);
+        self.elapsed_ns = self.elapsed_ns.saturating_add(seen.elapsed_ns);
+        let waited = self.waits > 0 && self.waited_ns.saturating_mul(20) >= self.elapsed_ns;
+        let (used, covered_ns) = match seen.reading {
+            Reading::Present { per_mille, covered_ns } => (i64::from(per_mille.min(1000)), covered_ns),
+            Reading::Absent if self.elapsed_ns < ABSENT_NS => return self,
+            Reading::Absent if self.launched && waited => (0, self.elapsed_ns),
+            Reading::Absent => return Self { error: 0, ..Self::new(self.scale) },
+            Reading::Gathering | Reading::Stale { .. } | Reading::Missing => return self,
         };
         let share = i64::from(target_percent) * 10;
-        // Relative in both directions, so that twice and half the share are equally wrong.
-        let error = if used >= share {
-            ((used - share) * 1000 / share).min(ERROR_CAP)
-        } else {
-            -((share - used) * 1000 / used.max(share / 8).max(1)).min(ERROR_CAP)
-        };
+        let error = ((used - share) * 1000 / share).min(ERROR_CAP);
         if error < 0 && !waited {
-            return Self { error: 0, ..self };
+            return Self::new(self.scale);
         }
-        let elapsed_ms = i64::try_from(seen.elapsed_ns.min(LONGEST_NS) / 1_000_000).unwrap_or(0);
-        let most = MOST * elapsed_ms / 1000;
-        let step = (INTEGRAL * error / 1000 * elapsed_ms / 1000 + PROPORTIONAL * (error - self.error) / 1000)
+        let covered_ms = i64::try_from(covered_ns.min(LONGEST_NS) / 1_000_000).unwrap_or(0);
+        let most = MOST * covered_ms / 1000;
+        let large = error.abs() >= LARGE && (error > 0) == (self.error > 0);
+        let streak = if large { (self.streak + 1).min(GROWTH) } else { 0 };
+        let gain = INTEGRAL * (1 + streak);
+        let step = (gain * error / 1000 * covered_ms / 1000 + PROPORTIONAL * (error - self.error) / 1000)
             .clamp(-most, most);
         let scale = i64::from(self.scale);
         let scale = if step >= 0 { scale * (1000 + step) / 1000 } else { scale * 1000 / (1000 - step) };
-        let scale = scale.clamp(MIN_SCALE.into(), MAX_SCALE.into());
-        Self { scale: u32::try_from(scale).unwrap_or(self.scale), error }
+        let scale = u32::try_from(scale.clamp(MIN_SCALE.into(), MAX_SCALE.into())).unwrap_or(self.scale);
+        Self { error, streak, ..Self::new(scale) }
     }
 }

@@ -1,0 +1,349 @@
+//! Containers, their processes, the driver's samples and the agent, in simulated time.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::sync::atomic::AtomicU64;
+
+use mullion_pace::{
+    Admission, Bucket, Correction, Costs, Key, Meter, Observation, Reading, SCALE_ONE, SLICE_NS, Size, Steer,
+    Terms, guess_ns,
+};
+
+use crate::card::{Card, Kernel};
+
+pub const US: u64 = 1_000;
+pub const MS: u64 = 1_000_000;
+pub const S: u64 = 1_000_000_000;
+
+/// `CLOCK_MONOTONIC_COARSE` of a kernel with 250 ticks per second.
+const TICK: u64 = 4 * MS;
+/// A sleeper wakes this much late.
+const SLACK: u64 = 60 * US;
+/// The agent's period.
+pub const PERIOD: u64 = 500 * MS;
+const BURST: u64 = 50 * MS;
+
+#[derive(Clone, Copy, Debug)]
+pub enum Habit {
+    /// Launch, wait for the end, think, launch.
+    Sync { think: u64 },
+    /// Launch every 4 us until `depth` are queued.
+    Deep { depth: usize },
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Process {
+    pub habit: Habit,
+    /// Mean length of a kernel; each one is up to a fifth longer or shorter.
+    pub kernel: u64,
+    pub size: Size,
+    /// A graph of this many such kernels is what is launched; 0 = kernels one by one.
+    pub graph: u64,
+    /// At work only in this part of each ten seconds, in percent.
+    pub duty: u64,
+}
+
+pub fn process(habit: Habit, kernel: u64) -> Process {
+    Process { habit, kernel, size: Size { blocks: 4096, threads: 256 }, graph: 0, duty: 100 }
+}
+
+#[derive(Clone, Debug)]
+pub struct Container {
+    pub percent: u32,
+    pub processes: Vec<Process>,
+}
+
+/// How NVML answers.
+#[derive(Clone, Copy, Debug)]
+pub struct Nvml {
+    pub window: u64,
+    /// The driver makes its samples readable in bunches; the longest time between two.
+    pub late: u64,
+    /// One call in this many fails.
+    pub missing: Option<u64>,
+    /// One sample in this many is never listed.
+    pub absent: Option<u64>,
+    /// Percentages are rounded to the nearest instead of down.
+    pub rounds: bool,
+}
+
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    pub seed: u64,
+    pub sms: u64,
+    pub containers: Vec<Container>,
+    pub nvml: Nvml,
+    /// Events can be used to measure launches.
+    pub events: bool,
+    /// No agent in this time.
+    pub agent_dead: std::ops::Range<u64>,
+    /// Left out of the figures.
+    pub start_up: u64,
+}
+
+/// What was seen of one container.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Share of the card after the start-up, in percent.
+    pub share: f64,
+    /// Time on the card in the start-up beyond the share, in s.
+    pub excess: f64,
+    /// Longest time without a launch while a process waited for one, after the start-up.
+    pub starved: u64,
+    pub longest_kernel: u64,
+    pub scale: f64,
+}
+
+pub struct Random(u64);
+
+impl Random {
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % n.max(1)
+    }
+}
+
+struct Proc {
+    container: usize,
+    plan: Process,
+    costs: Box<Costs>,
+    waiting_since: Option<u64>,
+    /// First measurements under way: when they were launched.
+    flying: BTreeMap<u64, u64>,
+    window_busy: u64,
+}
+
+struct Cont {
+    tat: AtomicU64,
+    scale: u32,
+    steer: Steer,
+    meter: Meter,
+    waits: u64,
+    waited: u64,
+    launches: u64,
+    last_go: u64,
+    starved: u64,
+    longest: u64,
+    busy_at_start: u64,
+}
+
+/// Runs a scenario for its start-up and `measure` after it.
+#[expect(clippy::too_many_lines, reason = "one loop over the three kinds of events")]
+pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
+    let mut random = Random(scenario.seed.wrapping_mul(2) + 1);
+    let mut procs = Vec::new();
+    for (container, c) in scenario.containers.iter().enumerate() {
+        for plan in &c.processes {
+            procs.push(Proc {
+                container,
+                plan: *plan,
+                costs: Box::new(Costs::new()),
+                waiting_since: None,
+                flying: BTreeMap::new(),
+                window_busy: 0,
+            });
+        }
+    }
+    let mut conts: Vec<Cont> = scenario
+        .containers
+        .iter()
+        .map(|_| Cont {
+            tat: AtomicU64::new(0),
+            scale: SCALE_ONE,
+            steer: Steer::default(),
+            meter: Meter::new(),
+            waits: 0,
+            waited: 0,
+            launches: 0,
+            last_go: 0,
+            starved: 0,
+            longest: 0,
+            busy_at_start: 0,
+        })
+        .collect();
+    let terms = |percent: u32, scale| Terms { scale, rate: u64::from(percent) * 10_000_000, burst: BURST };
+    let mut card = Card::new(procs.len());
+    // The clock starts late, so that a word of 0 lies in the past.
+    let zero = 100 * S;
+    card.now = zero;
+    let end = zero + scenario.start_up + measure;
+    let mut events: BinaryHeap<Reverse<(u64, usize)>> =
+        (0..procs.len()).map(|p| Reverse((zero + random.below(10 * MS), p))).collect();
+    let (mut next_agent, mut last_agent) = (zero + PERIOD, zero);
+    let mut next_window = zero + scenario.nvml.window;
+    // Samples: when they can be read, container, process, time stamp, percent.
+    let mut listed: Vec<(u64, usize, usize, u64, u32)> = Vec::new();
+    let mut bunch = 0;
+    let mut start_noted = false;
+
+    while card.now < end {
+        let next_host = events.peek().map_or(u64::MAX, |Reverse((t, _))| *t);
+        let next = next_host.min(next_agent).min(next_window).min(end);
+        if let Some(process) = card.run_until(next) {
+            let think = match procs[process].plan.habit {
+                Habit::Sync { think } => think + 5 * US,
+                Habit::Deep { .. } => 4 * US,
+            };
+            events.push(Reverse((card.now + think, process)));
+            settle(&mut card, &mut procs, &conts, scenario, terms);
+            continue;
+        }
+        let now = next;
+        if !start_noted && now >= zero + scenario.start_up {
+            start_noted = true;
+            for (i, c) in conts.iter_mut().enumerate() {
+                c.busy_at_start = busy(&card, &procs, i);
+                c.starved = 0;
+            }
+        }
+        if now == next_window {
+            next_window += scenario.nvml.window;
+            if now > bunch {
+                bunch = now + random.below(scenario.nvml.late + 1);
+            }
+            for (p, proc) in procs.iter_mut().enumerate() {
+                let used = card.busy[p] - proc.window_busy;
+                proc.window_busy = card.busy[p];
+                // Some utilisation, or the process is not listed.
+                let percent =
+                    u32::try_from((used * 200 / scenario.nvml.window + u64::from(scenario.nvml.rounds)) / 2)
+                        .unwrap()
+                        .min(100);
+                let lost = scenario.nvml.absent.is_some_and(|n| random.below(n) == 0);
+                if percent > 0 && !lost {
+                    listed.push((bunch, proc.container, p, now, percent));
+                }
+            }
+        } else if now == next_agent {
+            next_agent += PERIOD;
+            let alive = !scenario.agent_dead.contains(&(now - zero));
+            let answered = scenario.nvml.missing.is_none_or(|n| random.below(n) != 0);
+            if alive {
+                if answered {
+                    listed.retain(|(readable, c, p, at, percent)| {
+                        if *readable > now {
+                            return true;
+                        }
+                        conts[*c].meter.push(u32::try_from(*p).unwrap(), *at, *percent);
+                        false
+                    });
+                }
+                for (i, c) in conts.iter_mut().enumerate() {
+                    let reading = if answered { c.meter.take(now) } else { Reading::Missing };
+                    let seen = Observation {
+                        reading,
+                        launched: c.launches > 0,
+                        waits: c.waits,
+                        waited_ns: c.waited,
+                        elapsed_ns: now - last_agent,
+                    };
+                    if std::env::var_os("SIM_TRACE").is_some() {
+                        eprintln!(
+                            "{:.1} c{i} {seen:?} scale {}",
+                            (now - zero) as f64 / 1e9,
+                            c.scale as f64 / 65536.0
+                        );
+                    }
+                    c.steer = c.steer.step(scenario.containers[i].percent, &seen);
+                    c.scale = c.steer.scale();
+                    (c.waits, c.waited, c.launches) = (0, 0, 0);
+                }
+                last_agent = now;
+            }
+        } else if let Some(Reverse((_, p))) = events.pop() {
+            let proc = &mut procs[p];
+            let (plan, container) = (proc.plan, proc.container);
+            let phase = (now - zero) % (10 * S);
+            if phase >= plan.duty * S / 10 {
+                proc.waiting_since = None;
+                events.push(Reverse((now + 10 * S - phase, p)));
+                continue;
+            }
+            let cont = &mut conts[container];
+            let terms = terms(scenario.containers[container].percent, cont.scale);
+            let size = plan.size;
+            let handle = 0x7f00_0000_0000 + 64 * p as u64;
+            let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
+            let guess = || guess_ns(size, scenario.sms * 2048) * plan.graph.max(1);
+            let running = proc.flying.get(&key.get()).map_or(0, |since| now - since);
+            let quote = proc.costs.quote(key, scenario.events, guess, || running);
+            let coarse = now / TICK * TICK;
+            match Bucket::over(&cont.tat).admit(coarse, quote.ns, terms) {
+                Admission::Wait(ns) => {
+                    if proc.waiting_since.is_none() {
+                        cont.waits += 1;
+                        proc.waiting_since = Some(now);
+                    }
+                    // A first measurement under way is looked after sooner.
+                    let slice = if proc.flying.is_empty() { SLICE_NS } else { MS };
+                    let sleep = ns.min(slice) + SLACK;
+                    cont.waited += sleep;
+                    events.push(Reverse((now + sleep, p)));
+                }
+                Admission::Go => {
+                    proc.costs.book(&quote);
+                    cont.launches += 1;
+                    if let Some(since) = proc.waiting_since.take() {
+                        cont.starved = cont.starved.max(now - since.max(cont.last_go));
+                    }
+                    cont.last_go = now;
+                    let mean = plan.kernel * plan.graph.max(1);
+                    let left = mean * 4 / 5 + random.below(mean * 2 / 5 + 1);
+                    cont.longest = cont.longest.max(left);
+                    let sample = quote.sample.then_some(key);
+                    if sample.is_some() && !quote.known {
+                        proc.flying.entry(key.get()).or_insert(now);
+                    }
+                    card.queues[p].push_back(Kernel { left, sample, started: None });
+                    match plan.habit {
+                        Habit::Sync { .. } => card.wake_below[p] = 1,
+                        Habit::Deep { depth } if card.queues[p].len() >= depth => card.wake_below[p] = depth,
+                        Habit::Deep { .. } => events.push(Reverse((now + 4 * US, p))),
+                    }
+                }
+            }
+        }
+        settle(&mut card, &mut procs, &conts, scenario, terms);
+    }
+    let seconds = |ns: u64| ns as f64 / S as f64;
+    conts
+        .iter()
+        .enumerate()
+        .map(|(i, c)| Outcome {
+            share: seconds(busy(&card, &procs, i) - c.busy_at_start) * 100.0 / seconds(measure),
+            excess: seconds(c.busy_at_start)
+                - seconds(scenario.start_up) * f64::from(scenario.containers[i].percent) / 100.0,
+            starved: c.starved,
+            longest_kernel: c.longest,
+            scale: f64::from(c.scale) / 65536.0,
+        })
+        .collect()
+}
+
+fn busy(card: &Card, procs: &[Proc], container: usize) -> u64 {
+    procs.iter().zip(&card.busy).filter(|(p, _)| p.container == container).map(|(_, b)| b).sum()
+}
+
+/// What the library does when it finds a measurement finished.
+fn settle(
+    card: &mut Card,
+    procs: &mut [Proc],
+    conts: &[Cont],
+    scenario: &Scenario,
+    terms: impl Fn(u32, u32) -> Terms,
+) {
+    for done in card.measured.drain(..) {
+        let proc = &mut procs[done.process];
+        proc.flying.remove(&done.key.get());
+        let cont = &conts[proc.container];
+        let terms = terms(scenario.containers[proc.container].percent, cont.scale);
+        let (bucket, coarse) = (Bucket::over(&cont.tat), card.now / TICK * TICK);
+        match proc.costs.measured(done.key, done.ns) {
+            Correction::None => {}
+            Correction::Charge(ns) => bucket.charge(coarse, ns, terms),
+            Correction::Refund(ns) => bucket.refund(coarse, ns, terms),
+        }
+    }
+}
