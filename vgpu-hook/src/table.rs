@@ -63,8 +63,8 @@ unsafe impl Sync for Wrapper {}
 
 impl Row {
     /// What `cuGetProcAddress` calls it: without the version and the stream flavour.
-    pub(crate) fn base(&self) -> &'static str {
-        index::base(self.symbol)
+    pub(crate) fn base(&self) -> &'static [u8] {
+        index::base(self.symbol.as_bytes())
     }
 
     /// Whether it works on each thread's own default stream (`_ptds`, `_ptsz`).
@@ -139,6 +139,15 @@ const NAMES: [&[&str]; 4] = [device::NAMES, memory::NAMES, launch::NAMES, nvml::
 pub(crate) fn find(symbol: &[u8]) -> Option<&'static Row> {
     let (family, row) = index::find(symbol)?;
     FAMILIES.get(family)?.get(row)
+}
+
+/// The forms of the function that `cuGetProcAddress` is asked for as `name`: of all versions and stream flavours. A name
+/// with a version of its own (`cuGetProcAddress_v2`) means that form only.
+pub(crate) fn forms(name: &[u8]) -> impl Iterator<Item = &'static Row> + Clone {
+    let is_base = index::base(name) == name;
+    index::forms(index::base(name))
+        .filter_map(|(family, row)| FAMILIES.get(family)?.get(row))
+        .filter(move |row| is_base || index::without_flavour(row.symbol.as_bytes()) == name)
 }
 
 /// All rows.

@@ -57,18 +57,78 @@ pub(super) fn find(name: &[u8]) -> Option<(usize, usize)> {
     }
 }
 
+/// As [`TABLE`], by the names' bases: all forms of a name follow one another, among others.
+static FORMS: [u16; SLOTS] = {
+    let mut table = [EMPTY; SLOTS];
+    let mut family = 0;
+    while family < NAMES.len() {
+        let names = NAMES[family];
+        let mut row = 0;
+        while row < names.len() {
+            let mut at = hash(base(names[row].as_bytes()));
+            while table[at] != EMPTY {
+                at = (at + 1) % SLOTS;
+            }
+            #[expect(clippy::cast_possible_truncation, reason = "asserted above")]
+            {
+                table[at] = (family << 12 | row) as u16;
+            }
+            row += 1;
+        }
+        family += 1;
+    }
+    table
+};
+
+/// Family and row of each form of the name `wanted`.
+pub(super) fn forms(wanted: &[u8]) -> impl Iterator<Item = (usize, usize)> + Clone {
+    let first = hash(wanted);
+    (0..SLOTS)
+        .map_while(move |step| FORMS.get((first + step) % SLOTS).copied().filter(|&entry| entry != EMPTY))
+        .map(|entry| (usize::from(entry >> 12), usize::from(entry & 0xfff)))
+        .filter(move |&(family, row)| {
+            NAMES
+                .get(family)
+                .and_then(|names| names.get(row))
+                .is_some_and(|name| base(name.as_bytes()) == wanted)
+        })
+}
+
 /// Whether the name has a per-thread default stream's suffix.
 pub(super) fn is_per_thread(symbol: &str) -> bool {
     symbol.ends_with("_ptds") || symbol.ends_with("_ptsz")
 }
 
-/// A symbol without stream flavour and version: `cuMemcpyHtoD_v2_ptds` is `cuMemcpyHtoD`.
-pub(super) fn base(symbol: &str) -> &str {
-    let plain = symbol.strip_suffix("_ptds").or_else(|| symbol.strip_suffix("_ptsz")).unwrap_or(symbol);
-    match plain.rsplit_once("_v") {
-        Some((name, version)) if !version.is_empty() && version.bytes().all(|b| b.is_ascii_digit()) => name,
-        _ => plain,
+/// Length of `name` without `suffix`, if it has it.
+const fn without(name: &[u8], suffix: &[u8]) -> usize {
+    if name.len() <= suffix.len() {
+        return name.len();
     }
+    let mut i = 0;
+    while i < suffix.len() {
+        if name[name.len() - suffix.len() + i] != suffix[i] {
+            return name.len();
+        }
+        i += 1;
+    }
+    name.len() - suffix.len()
+}
+
+/// A symbol without stream flavour.
+pub(super) const fn without_flavour(symbol: &[u8]) -> &[u8] {
+    let (plain, _) = symbol.split_at(without(symbol, b"_ptds"));
+    plain.split_at(without(plain, b"_ptsz")).0
+}
+
+/// A symbol without stream flavour and version: `cuMemcpyHtoD_v2_ptds` is `cuMemcpyHtoD`.
+pub(super) const fn base(symbol: &[u8]) -> &[u8] {
+    let plain = without_flavour(symbol);
+    let mut end = plain.len();
+    while end > 0 && plain[end - 1].is_ascii_digit() {
+        end -= 1;
+    }
+    let versioned = end < plain.len() && end > 2 && plain[end - 1] == b'v' && plain[end - 2] == b'_';
+    plain.split_at(if versioned { end - 2 } else { plain.len() }).0
 }
 
 #[cfg(test)]
@@ -84,8 +144,10 @@ mod tests {
             ("cuMemcpyHtoD_v2_ptds", "cuMemcpyHtoD"),
             ("cuCtxCreate_v4", "cuCtxCreate"),
             ("cu_v", "cu_v"),
+            ("cuMemsetD32", "cuMemsetD32"),
+            ("_v2", "_v2"),
         ] {
-            assert_eq!(base(symbol), want);
+            assert_eq!(base(symbol.as_bytes()), want.as_bytes());
         }
     }
 }
