@@ -3,6 +3,7 @@
 //! Every decision is a function of `mullion-core`; this crate looks, asks it, and writes.
 //!
 //! - [`config`][]: settings
+//! - [`guard`][]: objects that may not be readable
 //! - [`store`][]: what is known of the cluster, folded from watches
 //! - [`webhook`][]: pods that ask for GPUs are read once, filled in or refused
 //! - [`extender`][]: filter, prioritize and bind for the kube-scheduler beside us
@@ -17,6 +18,7 @@ pub mod cluster;
 pub mod config;
 pub mod error;
 pub mod extender;
+pub mod guard;
 pub mod health;
 pub mod lease;
 pub mod metrics;

@@ -5,7 +5,6 @@
 //! what was known of it stays. An allocation of which nothing was known closes its node.
 
 mod facts;
-mod guard;
 mod pods;
 mod watches;
 

@@ -17,8 +17,8 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use super::guard::Guard;
 use super::{Change, Source, Store};
+use crate::guard::Guard;
 use crate::metrics::{KindLabels, Metrics};
 
 /// Starts every watch; they run until `stop`.

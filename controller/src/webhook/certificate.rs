@@ -243,12 +243,12 @@ fn count(pem: &[u8]) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     const DAY: i64 = 86_400;
 
-    fn rules() -> Rules {
+    pub(crate) fn rules() -> Rules {
         Rules {
             names: vec!["mullion-webhook.mullion-system.svc".to_owned(), "10.0.0.1".to_owned()],
             lifetime: Duration::from_hours(90 * 24),

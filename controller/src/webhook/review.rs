@@ -1,8 +1,8 @@
 //! The verdict on one pod.
 
 use k8s_openapi::api::core::v1::Pod;
+use kube::core::Status;
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, Operation};
-use kube::core::{DynamicObject, Status};
 use mullion_core::request::{
     Defaults, PodRequest, PodView, RequestError, admit_pod, mentions_us, owned_annotation, warnings,
 };
@@ -10,6 +10,7 @@ use mullion_crds::names::SCHEDULER;
 use mullion_telemetry::trace::AdmissionStamp;
 
 use super::patch;
+use crate::guard::Guard;
 
 /// Scheduler names that are taken over: what the API server fills in, and HAMi's.
 const TAKEN_OVER: [&str; 2] = ["default-scheduler", "hami-scheduler"];
@@ -67,7 +68,7 @@ impl Refusal {
 /// Judges the pod in `request`. Returns a word for the metric and the answer. `stamp` is asked for once, at the
 /// end, for a pod that is patched.
 pub fn review(
-    request: &AdmissionRequest<DynamicObject>,
+    request: &AdmissionRequest<Guard<Pod>>,
     defaults: &Defaults,
     stamp: impl FnOnce() -> AdmissionStamp,
 ) -> (&'static str, AdmissionResponse) {
@@ -78,18 +79,15 @@ pub fn review(
     else {
         return ("not_ours", response);
     };
-    let verdict = object
-        .clone()
-        .try_parse::<Pod>()
-        .map_err(|error| Refusal::Unreadable { reason: error.to_string() })
-        .and_then(|pod| {
-            let view = view(&pod, request.namespace.as_deref());
-            response.warnings = said(&view);
-            Ok((judge(&view, defaults)?, pod))
-        });
+    let pod = object.0.as_ref().map_err(|remains| Refusal::Unreadable { reason: remains.error.clone() });
+    let verdict = pod.and_then(|pod| {
+        let view = view(pod, request.namespace.as_deref());
+        response.warnings = said(&view);
+        Ok((judge(&view, defaults)?, pod))
+    });
     match verdict {
         Ok((None, _)) => ("not_ours", response),
-        Ok((Some(wish), pod)) => match response.with_patch(patch::patch(&pod, &wish, &stamp())) {
+        Ok((Some(wish), pod)) => match response.with_patch(patch::patch(pod, &wish, &stamp())) {
             Ok(patched) => ("ok", patched),
             Err(error) => {
                 let mut response = AdmissionResponse::from(request);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum_server::Handle;
-use axum_server::tls_rustls::RustlsConfig;
+use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use parking_lot::RwLock;
 use rustls::ServerConfig;
 use rustls::crypto::ring;
@@ -17,7 +17,11 @@ use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 use tokio_util::sync::CancellationToken;
 
+use super::pace::{Limits, Paced};
 use crate::error::Error;
+
+/// What errors call it.
+const WHAT: &str = "webhook";
 
 /// How long open calls may take to end when the server stops: the API server waits 10 s for a webhook.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -74,19 +78,36 @@ pub async fn serve(
     identity: Identity,
     stop: CancellationToken,
 ) -> Result<(), Error> {
-    let what = "webhook";
-    let listen = |source| Error::Listen { what, address: address.to_string(), source };
+    let listener = TcpListener::bind(address).map_err(|source| Error::Listen {
+        what: WHAT,
+        address: address.to_string(),
+        source,
+    })?;
+    serve_on(listener, routes, identity, Limits::default(), stop).await
+}
+
+async fn serve_on(
+    listener: TcpListener,
+    routes: Router,
+    identity: Identity,
+    limits: Limits,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    let address = listener.local_addr().map_or_else(|error| error.to_string(), |address| address.to_string());
+    let listen = |source| Error::Listen { what: WHAT, address: address.clone(), source };
     let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .map_err(|error| listen(std::io::Error::other(error)))?
         .with_no_client_auth()
         .with_cert_resolver(Arc::new(identity));
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
-    let listener = TcpListener::bind(address).map_err(listen)?;
     listener.set_nonblocking(true).map_err(listen)?;
     let handle = Handle::new();
-    let server = axum_server::from_tcp_rustls(listener, RustlsConfig::from_config(Arc::new(config)))
+    let acceptor =
+        RustlsAcceptor::new(RustlsConfig::from_config(Arc::new(config))).handshake_timeout(limits.request);
+    let server = axum_server::from_tcp(listener)
         .map_err(listen)?
+        .acceptor(Paced::new(acceptor, limits))
         .handle(handle.clone());
     let mut serving = std::pin::pin!(server.serve(routes.into_make_service()));
     // A server that ends by itself is an error at once, not when everything stops.
@@ -97,5 +118,8 @@ pub async fn serve(
             serving.await
         }
     };
-    ended.map_err(|source| Error::Served { what, address: address.to_string(), source })
+    ended.map_err(|source| Error::Served { what: WHAT, address, source })
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,4 +1,4 @@
-//! One object of a list or a watch that may not be readable.
+//! An object that may not be readable: in a list, in a watch, in an admission review.
 
 use std::borrow::Cow;
 
@@ -11,16 +11,17 @@ use serde_json::value::RawValue;
 /// An object, or what is left of one that is not as its type says. kube's guard of that kind builds a tree of every
 /// object first and copies it; this one keeps the text, and of what cannot be read it keeps the node as well.
 #[derive(Clone, Debug)]
-pub(super) struct Guard<K>(pub(super) Result<Box<K>, Unreadable>);
+pub struct Guard<K>(pub Result<Box<K>, Unreadable>);
 
 /// What can be read of an object that cannot.
 #[derive(Clone, Debug)]
-pub(super) struct Unreadable {
-    pub(super) metadata: ObjectMeta,
+pub struct Unreadable {
+    /// Its metadata.
+    pub metadata: ObjectMeta,
     /// `spec.nodeName`, where it is a text.
-    pub(super) node: Option<String>,
+    pub node: Option<String>,
     /// What is wrong.
-    pub(super) error: String,
+    pub error: String,
 }
 
 #[derive(Deserialize)]
