@@ -53,6 +53,21 @@ pub struct Refused {
     pub limit: u64,
 }
 
+/// How often a claim may still be tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Tries {
+    left: u32,
+    full: u32,
+}
+
+impl Tries {
+    /// `left` tries.
+    #[must_use]
+    pub const fn new(left: u32) -> Self {
+        Self { left, full: 0 }
+    }
+}
+
 /// One card's memory as one process sees it. Cheap to make and to copy; all state is in the shared words.
 #[derive(Debug)]
 pub struct Account<'a, W, M> {
@@ -114,7 +129,60 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         self.claim_by_sum(bytes, peers)
     }
 
+    /// T had no room, perhaps only because of a crash or of a claim that will be refused.
+    #[cold]
+    #[inline(never)]
+    fn claim_by_sum(&self, bytes: u64, peers: &mut impl Peers) -> Result<Claim, Refused> {
+        let mut tries = Tries::new(ATTEMPTS);
+        let mut answer = self.sum_decides(bytes, &mut tries, peers);
+        loop {
+            if let Some(answer) = answer {
+                return answer;
+            }
+            peers.pause(self.wait(tries));
+            answer = self.attempt(bytes, &mut tries, peers);
+        }
+    }
+
+    /// One try of [`Self::claim`], which makes several; `None` where another one may help.
+    pub fn attempt(
+        &self,
+        bytes: u64,
+        tries: &mut Tries,
+        peers: &mut impl Peers,
+    ) -> Option<Result<Claim, Refused>> {
+        if bytes > self.limit || !self.publish(bytes) {
+            return Some(Err(self.refused()));
+        }
+        if self.add_within_limit(bytes) {
+            return Some(Ok(Claim { bytes }));
+        }
+        self.sum_decides(bytes, tries, peers)
+    }
+
+    /// Adds to T whatever it is: the sum of all C decides. What was published in C is taken back with the rest.
+    fn sum_decides(
+        &self,
+        bytes: u64,
+        tries: &mut Tries,
+        peers: &mut impl Peers,
+    ) -> Option<Result<Claim, Refused>> {
+        saturating_add(self.total, bytes);
+        let sums = self.sums();
+        if sums.claimed <= self.limit {
+            return Some(Ok(Claim { bytes }));
+        }
+        self.total.fetch_sub(bytes);
+        self.mine.claimed.fetch_sub(bytes);
+        let alone = sums.settled.saturating_add(bytes) > self.limit;
+        tries.full = if self.reap_dead(peers) == 0 && alone { tries.full + 1 } else { 0 };
+        tries.left = tries.left.saturating_sub(1);
+        let refused = Refused { used: sums.claimed.saturating_sub(bytes), limit: self.limit };
+        (tries.left == 0 || tries.full == FULL).then_some(Err(refused))
+    }
+
     /// The driver gave what was claimed.
+    #[expect(clippy::needless_pass_by_value, reason = "a claim is settled once")]
     #[inline]
     pub fn settle(&self, claim: Claim) {
         let Claim { bytes } = claim;
@@ -130,6 +198,7 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
     }
 
     /// The driver refused what was claimed.
+    #[expect(clippy::needless_pass_by_value, reason = "a claim is undone once")]
     pub fn undo(&self, claim: Claim) {
         let Claim { bytes } = claim;
         self.total.fetch_sub(bytes);
@@ -226,47 +295,13 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         false
     }
 
-    /// T had no room, perhaps only because of a crash or of a claim that will be refused: the sum of all claims decides.
-    #[cold]
-    #[inline(never)]
-    fn claim_by_sum(&self, bytes: u64, peers: &mut impl Peers) -> Result<Claim, Refused> {
-        let mut full = 0;
-        let mut attempt = 0;
-        loop {
-            saturating_add(self.total, bytes);
-            let sums = self.sums();
-            if sums.claimed <= self.limit {
-                return Ok(Claim { bytes });
-            }
-            self.total.fetch_sub(bytes);
-            self.mine.claimed.fetch_sub(bytes);
-            let refused = Refused { used: sums.claimed.saturating_sub(bytes), limit: self.limit };
-            attempt += 1;
-            if attempt == ATTEMPTS {
-                return Err(refused);
-            }
-            let alone = sums.settled.saturating_add(bytes) > self.limit;
-            full = if self.reap_dead(peers) == 0 && alone { full + 1 } else { 0 };
-            if full == FULL {
-                return Err(refused);
-            }
-            peers.pause(self.wait(attempt));
-            if !self.publish(bytes) {
-                return Err(refused);
-            }
-            if self.add_within_limit(bytes) {
-                return Ok(Claim { bytes });
-            }
-        }
-    }
-
-    /// How long to wait after the given try: different for each slot and each thread, twice as long each time. Together
-    /// at most 16 ms.
-    fn wait(&self, attempt: u32) -> u32 {
+    /// How long to wait before the next of `tries`: different for each slot and each thread, twice as long each time.
+    /// Together at most 16 ms.
+    fn wait(&self, tries: Tries) -> u32 {
         // Threads of one process have the same slot but not the same stack.
-        let thread = core::ptr::from_ref(&attempt).addr() >> 12;
+        let thread = core::ptr::from_ref(&tries).addr() >> 12;
         let step = 1 + (self.own + thread % 7) % WAITS;
-        u32::try_from(step).unwrap_or(1) << (attempt - 1).min(7)
+        u32::try_from(step).unwrap_or(1) << ATTEMPTS.saturating_sub(tries.left + 1).min(7)
     }
 
     fn refused(&self) -> Refused {

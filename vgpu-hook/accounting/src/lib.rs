@@ -56,6 +56,6 @@ mod account;
 mod table;
 mod word;
 
-pub use account::{ATTEMPTS, Account, Claim, Peers, Refused, Slot};
+pub use account::{ATTEMPTS, Account, Claim, Peers, Refused, Slot, Tries};
 pub use table::{Entry, LEVELS, Pieces, Table, TableError, piece_len};
 pub use word::{Cell, Mark, Word};
