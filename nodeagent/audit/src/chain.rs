@@ -208,6 +208,8 @@ fn card_rows(event: &Event) -> Vec<CardRow> {
         }
         Event::Prepared { container, devices, .. } => devices.iter().map(|d| share(container, d)).collect(),
         Event::HealthChanged { card, .. } => vec![bare(card)],
+        Event::UsageMinute { container, cards, .. } => cards.iter().map(|c| of(container, &c.card)).collect(),
+        Event::LimitBypassed { container, card, .. } => vec![of(container, card)],
         Event::InventoryChanged { cards, .. } => cards.iter().map(|card| bare(&card.uuid)).collect(),
         _ => Vec::new(),
     }
@@ -215,6 +217,10 @@ fn card_rows(event: &Event) -> Vec<CardRow> {
 
 fn bare(card: &str) -> CardRow {
     CardRow { card: card.to_owned(), mig_uuid: None, container: None, memory_mib: None, core_percent: None }
+}
+
+fn of(container: &str, card: &str) -> CardRow {
+    CardRow { container: Some(container.to_owned()), ..bare(card) }
 }
 
 /// The last row of a log: noted elsewhere, it proves that nothing before it changed.

@@ -55,7 +55,8 @@ pub struct MigShare {
 pub struct Share {
     /// Uuid of the card, also for a MIG instance on it.
     pub card: String,
-    /// Memory limit in MiB.
+    /// Memory limit in MiB; `memoryMib` in the oldest rows.
+    #[serde(rename = "memoryMiB", alias = "memoryMib")]
     pub memory_mib: u64,
     /// Share of the SMs in percent; 0 is best effort.
     pub core_percent: u32,
@@ -84,7 +85,8 @@ pub struct CardSeen {
     pub uuid: String,
     /// Product name.
     pub model: String,
-    /// Memory in MiB.
+    /// Memory in MiB; `memoryMib` in the oldest rows.
+    #[serde(rename = "memoryMiB", alias = "memoryMib")]
     pub memory_mib: u64,
 }
 
@@ -95,6 +97,37 @@ pub enum CardState {
     Healthy,
     /// It cannot.
     Unhealthy,
+}
+
+/// What a container did with one card in a minute.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CardMinute {
+    /// Uuid of the card.
+    pub card: String,
+    /// Memory limit in MiB.
+    pub limit_mib: u64,
+    /// Most memory held at once in MiB, by the library's account.
+    pub peak_mib: u64,
+    /// Memory held at the end in MiB.
+    pub used_mib: u64,
+    /// Mean share of time with a kernel on the card in percent; absent where the driver does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mean_utilization: Option<u32>,
+    /// Allocations that the limit refused.
+    pub limit_hits: u64,
+    /// Allocations within the limit for which the card had no memory.
+    pub card_full: u64,
+    /// Launches that waited.
+    pub launch_waits: u64,
+    /// How long they did, in ms, all processes together.
+    pub launch_wait_ms: u64,
+    /// First launch of the container, Unix seconds; absent before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_launch: Option<u64>,
+    /// Last launch of the container, Unix seconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_launch: Option<u64>,
 }
 
 /// A fact, in the past tense; appended once, never edited. Later releases add kinds and optional fields, and never
@@ -211,7 +244,7 @@ pub enum Event {
         /// The reason for people.
         message: String,
     },
-    /// A prepared container was seen running.
+    /// A prepared container was seen running, or to have run.
     ContainerStarted {
         /// Which allocation.
         allocation: AllocationRef,
@@ -219,6 +252,9 @@ pub enum Event {
         pod: PodRef,
         /// Which container.
         container: String,
+        /// When it started by the kubelet's word, RFC 3339 in whole seconds; the row may be younger.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        started: Option<String>,
     },
     /// Every ordinary init container of a pod has ended: what only they held is free.
     InitDone {
@@ -238,6 +274,48 @@ pub enum Event {
         /// Number of the latest observation in `GPUNode.status`.
         observation: u64,
     },
+    /// What a container did with its cards in a minute; minutes without anything new have no row.
+    UsageMinute {
+        /// Which allocation.
+        allocation: AllocationRef,
+        /// Whose.
+        pod: PodRef,
+        /// Which container.
+        container: String,
+        /// Beginning of the minute, Unix seconds.
+        start: u64,
+        /// Its cards in its own order.
+        cards: Vec<CardMinute>,
+    },
+    /// The driver shows more memory of a container's processes than the library accounted for: a process runs without
+    /// it.
+    LimitBypassed {
+        /// Which allocation.
+        allocation: AllocationRef,
+        /// Whose.
+        pod: PodRef,
+        /// Which container.
+        container: String,
+        /// Uuid of the card.
+        card: String,
+        /// Memory by the driver's word in MiB.
+        held_mib: u64,
+        /// Memory by the library's account in MiB.
+        accounted_mib: u64,
+        /// Memory limit in MiB.
+        limit_mib: u64,
+        /// Processes on the card.
+        processes: u32,
+    },
+    /// That is over.
+    BypassEnded {
+        /// Which allocation.
+        allocation: AllocationRef,
+        /// Whose.
+        pod: PodRef,
+        /// Which container.
+        container: String,
+    },
     /// The log could not be written for a while. Written by the log itself when it can be again. Containers were
     /// refused in that time; observations may be missing.
     AuditGap {
@@ -252,7 +330,7 @@ pub enum Event {
 
 impl Event {
     /// Every [`Self::kind`], in the order of the variants.
-    pub const KINDS: [&'static str; 14] = [
+    pub const KINDS: [&'static str; 17] = [
         "AgentStarted",
         "PluginRegistered",
         "InventoryChanged",
@@ -266,6 +344,9 @@ impl Event {
         "ContainerStarted",
         "InitDone",
         "Released",
+        "UsageMinute",
+        "LimitBypassed",
+        "BypassEnded",
         "AuditGap",
     ];
 
@@ -286,6 +367,9 @@ impl Event {
             Self::ContainerStarted { .. } => "ContainerStarted",
             Self::InitDone { .. } => "InitDone",
             Self::Released { .. } => "Released",
+            Self::UsageMinute { .. } => "UsageMinute",
+            Self::LimitBypassed { .. } => "LimitBypassed",
+            Self::BypassEnded { .. } => "BypassEnded",
             Self::AuditGap { .. } => "AuditGap",
         }
     }
@@ -299,7 +383,10 @@ impl Event {
             | Self::Prepared { pod, .. }
             | Self::ContainerStarted { pod, .. }
             | Self::InitDone { pod, .. }
-            | Self::Released { pod, .. } => Some(pod),
+            | Self::Released { pod, .. }
+            | Self::UsageMinute { pod, .. }
+            | Self::LimitBypassed { pod, .. }
+            | Self::BypassEnded { pod, .. } => Some(pod),
             Self::PrepareRefused { pod, .. } => pod.as_ref(),
             _ => None,
         }
@@ -314,7 +401,10 @@ impl Event {
             | Self::Prepared { allocation, .. }
             | Self::ContainerStarted { allocation, .. }
             | Self::InitDone { allocation, .. }
-            | Self::Released { allocation, .. } => Some(allocation),
+            | Self::Released { allocation, .. }
+            | Self::UsageMinute { allocation, .. }
+            | Self::LimitBypassed { allocation, .. }
+            | Self::BypassEnded { allocation, .. } => Some(allocation),
             Self::PrepareRefused { allocation, .. } => allocation.as_ref(),
             _ => None,
         }
@@ -324,7 +414,11 @@ impl Event {
     #[must_use]
     pub fn container(&self) -> Option<&str> {
         match self {
-            Self::Prepared { container, .. } | Self::ContainerStarted { container, .. } => Some(container),
+            Self::Prepared { container, .. }
+            | Self::ContainerStarted { container, .. }
+            | Self::UsageMinute { container, .. }
+            | Self::LimitBypassed { container, .. }
+            | Self::BypassEnded { container, .. } => Some(container),
             Self::PrepareRefused { container, .. } => container.as_deref(),
             _ => None,
         }

@@ -27,7 +27,8 @@ mod store;
 pub use chain::{CardRow, Head, Row};
 pub use error::Error;
 pub use event::{
-    AllocationRef, CardSeen, CardState, ContainerKind, ContainerShares, Entry, Event, MigShare, PodRef, Share,
+    AllocationRef, CardMinute, CardSeen, CardState, ContainerKind, ContainerShares, Entry, Event, MigShare,
+    PodRef, Share,
 };
 pub use log::{AuditLog, Failure, Health, Options, Seq};
 pub use reader::{AuditReader, Filter, Finding, Problem, Verification};

@@ -191,7 +191,12 @@ impl NodeLedger {
                 self.allocations.remove(&allocation.uid);
                 self.grants.retain(|_, grant| grant.allocation.as_ref() != Some(&allocation.uid));
             }
-            Event::PrepareRefused { .. } | Event::ContainerStarted { .. } | Event::AuditGap { .. } => {}
+            Event::PrepareRefused { .. }
+            | Event::ContainerStarted { .. }
+            | Event::UsageMinute { .. }
+            | Event::LimitBypassed { .. }
+            | Event::BypassEnded { .. }
+            | Event::AuditGap { .. } => {}
         }
     }
 

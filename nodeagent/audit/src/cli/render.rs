@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::Output;
-use crate::{Event, Holder, Row, Verification};
+use crate::{CardMinute, Event, Holder, Row, Verification};
 
 /// A row as JSON and YAML show it.
 #[derive(Serialize)]
@@ -117,7 +117,8 @@ fn note(event: &Event) -> String {
         }
         Event::AllocationReserved { allocation, .. }
         | Event::ContainerStarted { allocation, .. }
-        | Event::InitDone { allocation, .. } => allocation.name.clone(),
+        | Event::InitDone { allocation, .. }
+        | Event::BypassEnded { allocation, .. } => allocation.name.clone(),
         Event::GrantIssued { grant, device_ids } => format!("grant {grant} for {}", device_ids.join(",")),
         Event::GrantWithdrawn { grant, code } => format!("grant {grant}, {code}"),
         Event::Prepared { grant, .. } => format!("grant {grant}"),
@@ -125,8 +126,18 @@ fn note(event: &Event) -> String {
             format!("{code}: {message}")
         }
         Event::Released { code, .. } => code.clone(),
+        Event::UsageMinute { cards, .. } => cards.iter().map(minute).collect::<Vec<_>>().join("; "),
+        Event::LimitBypassed { held_mib, accounted_mib, limit_mib, processes, .. } => format!(
+            "{held_mib} MiB held by {processes} processes, {accounted_mib} MiB accounted for, limit {limit_mib} MiB"
+        ),
         Event::AuditGap { code, since, refused } => format!("{code} since {since}, {refused} events refused"),
     }
+}
+
+fn minute(card: &CardMinute) -> String {
+    let busy = card.mean_utilization.map(|m| format!(", {m} % busy")).unwrap_or_default();
+    let hits = if card.limit_hits > 0 { format!(", {} refused", card.limit_hits) } else { String::new() };
+    format!("peak {} of {} MiB{busy}{hits}", card.peak_mib, card.limit_mib)
 }
 
 fn time(time: jiff::Timestamp) -> String {
