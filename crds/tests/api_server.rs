@@ -50,11 +50,20 @@ impl Cluster {
             "metadata": {"name": "user"}, "rules": [
                 {"apiGroups": ["mullion.io"], "resources": ["*"], "verbs": all},
                 {"apiGroups": [""], "resources": ["pods", "pods/status"], "verbs": all},
+                {"apiGroups": [""], "resources": ["pods/binding", "bindings"], "verbs": ["create"]},
             ]}),
             json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
                 "metadata": {"name": "user"},
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "user"},
                 "subjects": [{"kind": "ServiceAccount", "name": "user", "namespace": NAMESPACE}]}),
+            // kubectl reads what it patches.
+            json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+                "metadata": {"name": "reads-status"},
+                "rules": [{"apiGroups": [""], "resources": ["pods/status"], "verbs": ["get"]}]}),
+            json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+                "metadata": {"name": "reads-status"},
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "reads-status"},
+                "subjects": [{"kind": "ServiceAccount", "name": "mullion-controller", "namespace": "mullion-system"}]}),
         ];
         objects.extend(
             NODES.map(|name| json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})),
@@ -114,6 +123,17 @@ impl Cluster {
         self.server.kubectl(&self.token(who), &args, None)
     }
 
+    fn bind(&self, case: &Case, object: &Value) -> Result<String, String> {
+        let mut binding = json!({"apiVersion": "v1", "kind": "Binding", "metadata": case.bind,
+            "target": {"apiVersion": "v1", "kind": "Node", "name": NODES[0]}});
+        let name = object["metadata"]["name"].as_str().unwrap();
+        binding["metadata"]["name"] = name.into();
+        let collection = case.path.clone().unwrap_or_else(|| format!("pods/{name}/binding"));
+        let path = format!("/api/v1/namespaces/{NAMESPACE}/{collection}");
+        let args = ["create", "--raw", &path, "-f", "-"];
+        self.server.kubectl(&self.token(&case.by), &args, Some(binding.to_string().as_bytes()))
+    }
+
     /// Removes what a case made, finalizers and all.
     fn remove(&self, object: &Value) {
         let (kind, name) = (kind(object), object["metadata"]["name"].as_str().unwrap());
@@ -129,7 +149,7 @@ impl Cluster {
 
     fn attempt(&self, cases: &Cases, case: &Case) -> Result<String, String> {
         let object = cases.created(case);
-        let stays = !case.update.is_null() || !case.given.is_empty();
+        let stays = !case.update.is_null() || !case.bind.is_null() || !case.given.is_empty();
         let created = self.create(&object, if stays { "admin" } else { &case.by });
         if !stays {
             return created;
@@ -138,6 +158,9 @@ impl Cluster {
         for given in &case.given {
             self.patch(&object, &given.patch, given.subresource.as_deref(), &given.by)
                 .unwrap_or_else(|e| panic!("{}: what is given: {e}", case.name));
+        }
+        if !case.bind.is_null() {
+            return self.bind(case, &object);
         }
         self.patch(&object, &case.update, case.subresource.as_deref(), &case.by)
     }

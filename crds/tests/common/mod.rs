@@ -34,6 +34,11 @@ pub struct Case {
     /// The change that is tried; null: the creation is.
     #[serde(default)]
     pub update: Value,
+    /// Metadata of the binding by which the pod is bound instead; null: it is not.
+    #[serde(default)]
+    pub bind: Value,
+    /// Collection that the binding is sent to; absent: the pod's own.
+    pub path: Option<String>,
     /// Of the update.
     pub subresource: Option<String>,
     /// By whom.
