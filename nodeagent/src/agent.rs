@@ -28,6 +28,8 @@ use crate::events::Announcer;
 use crate::health::Watcher;
 use crate::inventory::Publisher;
 use crate::metrics::{self, Metrics};
+use crate::monitor::export::Exporter;
+use crate::monitor::{Latest, Monitor};
 use crate::nvml::{self, DriverHandle, EventThread};
 use crate::prepare::driver_files::Finder;
 use crate::prepare::{Preparer, container_folder, files};
@@ -164,6 +166,16 @@ impl Agent {
             self.settings.node.clone(),
         );
         self.spawn(keep_bounds(self.settings.clone(), Arc::clone(&self.shared), announcer.clone()));
+        let latest = Latest::default();
+        let monitor = Monitor {
+            shared: Arc::clone(&self.shared),
+            driver: driver.clone(),
+            settings: self.settings.clone(),
+            facts: self.facts.clone(),
+            announcer: announcer.clone(),
+            latest: latest.clone(),
+        };
+        self.tasks.spawn(monitor.run());
         let watcher = Watcher {
             driver,
             xids,
@@ -174,7 +186,12 @@ impl Agent {
             announcer,
         };
         self.spawn(watcher.run());
-        let registry = metrics::registry(&self.metrics, &self.shared, self.audit.clone());
+        let exporter = Exporter {
+            latest,
+            node: self.settings.node.0.clone(),
+            legacy: self.settings.legacy_metrics,
+        };
+        let registry = metrics::registry(&self.metrics, &self.shared, self.audit.clone(), exporter);
         self.tasks.spawn(metrics::serve(self.settings.listen, registry, Arc::clone(&self.shared)));
         Ok(events)
     }

@@ -112,6 +112,14 @@ struct File {
     health: HealthFile,
     #[serde(default)]
     container: ContainerFile,
+    #[serde(default)]
+    metrics: MetricsFile,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct MetricsFile {
+    legacy_names: Option<bool>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -183,6 +191,8 @@ pub struct Settings {
     pub health: HealthSettings,
     /// Environment of containers.
     pub container: ContainerSettings,
+    /// `/metrics` shows HAMi's names from before its v2.10 as well.
+    pub legacy_metrics: bool,
 }
 
 impl Settings {
@@ -231,6 +241,7 @@ impl Settings {
                 libcuda_log_level: file.container.libcuda_log_level,
                 disable_core_limit: file.container.disable_core_limit,
             },
+            legacy_metrics: file.metrics.legacy_names.unwrap_or(true),
         })
     }
 

@@ -72,6 +72,26 @@ impl Announcer {
         self.publish(event, object_reference(pod));
     }
 
+    /// A container holds more than its limit explains, as `bypass` says, or no longer does: an Event on its pod.
+    pub fn limit(&self, pod: &mullion_audit::PodRef, container: &str, bypass: Option<&str>) {
+        let (type_, reason, note) = match bypass {
+            Some(bypass) => (EventType::Warning, "LimitBypassed", format!("container {container}: {bypass}")),
+            None => (
+                EventType::Normal,
+                "LimitHoldsAgain",
+                format!("container {container} holds no more than its limit explains"),
+            ),
+        };
+        let action = "CheckLimits".to_owned();
+        let event = Event { type_, reason: reason.to_owned(), note: Some(note), action, secondary: None };
+        let pod = PodRef {
+            namespace: pod.namespace.clone(),
+            name: pod.name.clone(),
+            uid: pod.uid.as_str().into(),
+        };
+        self.publish(event, object_reference(&pod));
+    }
+
     fn node(&self) -> ObjectReference {
         ObjectReference {
             api_version: Some("v1".to_owned()),

@@ -6,7 +6,7 @@
 //!   [`prepare`]: a container's devices
 //! - [`api`]: watches; [`status`]: what allocations say; [`release`]: the end of one; [`events`]: Events
 //! - [`world`]: what the agent knows; [`state`]: what it must know after a restart; [`cgroup`]: what still runs
-//! - [`audit`]: the way to the audit log; [`agent`]: all of it together; [`metrics`]: what can be scraped
+//! - [`monitor`]: what containers do with their cards; [`audit`]: the way to the audit log; [`agent`]: all of it together; [`metrics`]: what can be scraped
 
 pub mod agent;
 pub mod api;
@@ -21,6 +21,7 @@ pub mod health;
 pub mod inventory;
 pub mod kubelet;
 pub mod metrics;
+pub mod monitor;
 pub mod nvml;
 pub mod prepare;
 pub mod release;

@@ -21,6 +21,7 @@ use tokio::net::TcpListener;
 
 use crate::audit::Audit;
 use crate::error::Error;
+use crate::monitor::export::Exporter;
 use crate::world::{Driver, Shared};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -159,7 +160,7 @@ impl Collector for WorldGauges {
 
 /// Everything that is shown at `/metrics`.
 #[must_use]
-pub fn registry(metrics: &Metrics, shared: &Arc<Shared>, audit: Audit) -> Registry {
+pub fn registry(metrics: &Metrics, shared: &Arc<Shared>, audit: Audit, exporter: Exporter) -> Registry {
     let mut registry = Registry::default();
     let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
     registry.register("mullion_agent_build", "Version of the agent", build);
@@ -180,6 +181,7 @@ pub fn registry(metrics: &Metrics, shared: &Arc<Shared>, audit: Audit) -> Regist
     );
     registry.register("mullion_agent_api_writes", "Writes to the API server", metrics.api_writes.clone());
     registry.register_collector(Box::new(WorldGauges { shared: Arc::clone(shared), audit }));
+    registry.register_collector(Box::new(exporter));
     registry
 }
 

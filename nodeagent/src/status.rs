@@ -23,6 +23,7 @@ use crate::api::traced;
 use crate::config::Settings;
 use crate::error::Error;
 use crate::metrics::Metrics;
+use crate::monitor::engine::Verdict;
 use crate::prepare::{allocation_ref, cdi, files, pod_ref};
 use crate::world::{Shared, World};
 
@@ -35,6 +36,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from
 
 /// Condition of an allocation whose card failed at some time.
 const HEALTHY: &str = "DevicesHealthy";
+
+/// Condition of an allocation's limits.
+const ENFORCED: &str = "Enforced";
 
 /// A condition to set.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -117,22 +121,17 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
             "GrantsWritten",
             "the node has given a container its devices",
         ));
-        claims.push(if grants.values().all(|g| g.enforced) {
-            // True only once the library has been seen at work.
-            Claim::new(
-                "Enforced",
-                "Unknown",
-                "LibraryMounted",
-                "the library that applies the limits is mounted",
-            )
+        if grants.values().all(|g| g.enforced) {
+            let told = old.conditions.iter().any(|c| c.type_ == ENFORCED);
+            claims.extend(enforced(world, &uid, told));
         } else {
-            Claim::new(
-                "Enforced",
+            claims.push(Claim::new(
+                ENFORCED,
                 "False",
                 "HookMissing",
                 "libvgpu.so is not on the node: containers run without limits",
-            )
-        });
+            ));
+        }
         status.phase = Phase::Prepared;
     }
     let fact = world.ledger.allocation(&uid);
@@ -154,6 +153,25 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
     claims.retain(|c| !known(c));
     set(&mut status, &claims, now);
     status
+}
+
+/// Whether the limits hold, as far as the monitor has looked; what was said in a former run stays until then.
+fn enforced(world: &World, uid: &AllocationUid, told: bool) -> Option<Claim> {
+    let verdict = world.verdicts.as_ref().and_then(|v| v.get(uid));
+    match verdict {
+        Some(Verdict::Holds) => {
+            Some(Claim::new(ENFORCED, "True", "LimitsHold", "the library applies the limits in each container"))
+        }
+        Some(Verdict::Bypassed { message }) => Some(Claim::new(ENFORCED, "False", "LimitBypassed", message)),
+        None if told => None,
+        // True only once the library has been seen at work.
+        Some(Verdict::Waiting) | None => Some(Claim::new(
+            ENFORCED,
+            "Unknown",
+            "LibraryMounted",
+            "the library that applies the limits is mounted",
+        )),
+    }
 }
 
 /// Tells a prepared allocation about its cards: first when one fails, then whenever that changes.

@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use crate::device_plugin::slots::Offer;
 use crate::health::Known;
 use crate::inventory;
+use crate::monitor::engine::Verdict;
 use crate::prepare::CardView;
 use crate::prepare::driver_files::CardName;
 use crate::state::Grant;
@@ -130,6 +131,8 @@ pub struct World {
     pub orphans: BTreeSet<AllocationUid>,
     /// Allocations that cannot be given.
     pub refused: BTreeMap<AllocationUid, Refused>,
+    /// What the monitor thinks of allocations' limits; `None` until its first look in this run.
+    pub verdicts: Option<BTreeMap<AllocationUid, Verdict>>,
     /// Ids that the kubelet's checkpoint gives to containers.
     pub kubelet_ids: BTreeSet<String>,
     /// Other conditions.

@@ -1,0 +1,668 @@
+//! One look after all containers: read, decide, write. It blocks, and is told the time and the driver's sample.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+
+use mullion_audit::Event as AuditEvent;
+use mullion_core::units::AllocationUid;
+use mullion_pace::policy::{self, Activity, Policy, Task};
+use mullion_pace::{Meter, Observation, Reading, Steer};
+use mullion_region::hami::{self, Layout};
+use tracing::debug;
+
+use crate::cgroup::Cgroups;
+use crate::monitor::escape::{Bypass, Held, Suspicion, bypass};
+use crate::monitor::files::{Folder, Ours, Unreadable, UsageFile};
+use crate::monitor::minute::Minute;
+use crate::monitor::page::Page;
+use crate::monitor::processes::{Processes, container_cgroup};
+use crate::monitor::snapshot::{Card, Container, Measured, Snapshot};
+use crate::monitor::target::{Granted, Key, Target, foreign_file};
+use crate::monitor::usage::{ContainerUsage, of_foreign, of_ours};
+use crate::nvml::sample::{CardSample, Sample};
+use crate::prepare::files::USAGE_FILE;
+
+/// A driver's measurement below this share says nothing of work that goes on: the window may have ended since.
+const BUSY_PERCENT: u32 = 50;
+/// A process whose newest measurement is older than this is shown as idle: three of a driver's longest windows.
+const LISTED_NS: u64 = 3 * mullion_pace::MAX_WINDOW_NS;
+/// A clock of the container's may run ahead of ours by this much; what was launched later than that was not.
+const AHEAD_NS: u64 = 1_000_000_000;
+
+/// Both clocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Now {
+    /// `CLOCK_REALTIME` in ns.
+    pub unix_ns: u64,
+    /// `CLOCK_MONOTONIC` in ns.
+    pub mono_ns: u64,
+}
+
+/// Where things are.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// Folder of the containers' folders.
+    pub containers: PathBuf,
+    /// Folder of the control pages.
+    pub pages: PathBuf,
+    /// All processes of the node.
+    pub proc: PathBuf,
+}
+
+/// How containers are judged.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    /// When the SM limit applies.
+    pub policy: Policy,
+    /// Memory in bytes that each process is granted beyond what was accounted for.
+    pub margin: u64,
+}
+
+/// What is known of an allocation's limits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// No process of a container has asked for its cards yet.
+    Waiting,
+    /// The library was seen at work in each container.
+    Holds,
+    /// A container holds more than can be explained.
+    Bypassed {
+        /// In words.
+        message: String,
+    },
+}
+
+/// A container began or ceased to hold more than can be explained.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Which.
+    pub target: Target,
+    /// What it holds; `None` when that is over.
+    pub bypass: Option<Bypass>,
+}
+
+/// What a look brought.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Looked {
+    /// For whoever asks until the next look.
+    pub snapshot: Snapshot,
+    /// By allocation.
+    pub verdicts: BTreeMap<AllocationUid, Verdict>,
+    /// What turned since the last look.
+    pub turns: Vec<Turn>,
+    /// Facts for the audit log.
+    pub rows: Vec<AuditEvent>,
+}
+
+/// What is kept of a container between two looks.
+#[derive(Debug, Default)]
+struct Kept {
+    inode: (u64, u64),
+    processes: Processes,
+    /// Slots that readers of HAMi's fields may still count, and whose owner may be dead.
+    /// `None` before the first look at the file.
+    uncleared: Option<BTreeSet<usize>>,
+    cards: Vec<KeptCard>,
+    suspicion: Suspicion,
+    minute: Minute,
+    /// When HAMi's countdown was last moved, `CLOCK_MONOTONIC` in ns.
+    counted_ns: u64,
+    granted: Option<Granted>,
+    target: Option<Target>,
+}
+
+#[derive(Debug, Default)]
+struct KeptCard {
+    meter: Meter,
+    /// Utilisation in 1/1000, as it was last known.
+    per_mille: u32,
+    steer: Option<Steer>,
+    waits: u64,
+    wait_ns: u64,
+    spent_ns: u64,
+    last_launch_ns: u64,
+}
+
+/// A container while it is looked at.
+struct Scene<'a> {
+    target: &'a Target,
+    file: Option<UsageFile>,
+    ours: Option<Ours>,
+    usage: Result<ContainerUsage, Unreadable>,
+    measured: Vec<Measured>,
+    readings: Vec<Reading>,
+    busy_now: bool,
+}
+
+/// Looks after all containers of the node.
+#[derive(Debug)]
+pub struct Engine {
+    places: Places,
+    rules: Rules,
+    cgroups: Cgroups,
+    kept: BTreeMap<Key, Kept>,
+    /// Cards in the order in which they were first seen, and the memory of each in bytes: what a card has does not change
+    /// when the driver does not answer.
+    cards: Vec<(String, u64)>,
+    looked_ns: u64,
+}
+
+impl Engine {
+    /// One that knows nothing yet.
+    #[must_use]
+    pub fn new(places: Places, rules: Rules, cgroups: Cgroups) -> Self {
+        Self { places, rules, cgroups, kept: BTreeMap::new(), cards: Vec::new(), looked_ns: 0 }
+    }
+
+    /// Names of the containers' folders that there are.
+    #[must_use]
+    pub fn folders(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.places.containers).into_iter().flatten().flatten();
+        entries.filter_map(|e| e.file_name().into_string().ok()).collect()
+    }
+
+    /// Looks at `targets` with what the driver told, `None` where it did not answer.
+    pub fn look(&mut self, now: Now, targets: &[Target], sample: Option<&Sample>) -> Looked {
+        let elapsed_ns = if self.looked_ns == 0 { 0 } else { now.mono_ns.saturating_sub(self.looked_ns) };
+        self.looked_ns = now.mono_ns;
+        let cards: BTreeMap<&str, &CardSample> =
+            sample.iter().flat_map(|s| &s.cards).map(|c| (c.uuid.as_str(), c)).collect();
+        for card in cards.values() {
+            let total = card.memory.map_or(0, |m| m.0);
+            match self.cards.iter_mut().find(|(uuid, _)| *uuid == card.uuid) {
+                Some(known) => known.1 = known.1.max(total),
+                None => self.cards.push((card.uuid.clone(), total)),
+            }
+        }
+        let mut looked = Looked::default();
+        self.end(targets, &mut looked);
+
+        let folder = Folder::open(&self.places.containers);
+        let mut scenes: Vec<Scene<'_>> = Vec::with_capacity(targets.len());
+        for target in targets {
+            let mut kept = self.kept.remove(&target.key()).unwrap_or_default();
+            scenes.push(self.read(now, target, &mut kept, folder.as_ref().ok(), &cards, &mut looked.rows));
+            self.kept.insert(target.key(), kept);
+        }
+        let tasks: Vec<Task> = scenes.iter().map(|scene| self.task(now, scene)).collect();
+        for (place, scene) in scenes.into_iter().enumerate() {
+            let decision =
+                policy::decide(&tasks, place).unwrap_or(policy::Decision { switch: 1, gated: false });
+            let key = scene.target.key();
+            let mut kept = self.kept.remove(&key).unwrap_or_default();
+            self.act(now, elapsed_ns, scene, &mut kept, decision, &mut looked);
+            self.kept.insert(key, kept);
+        }
+        looked.snapshot.unix_ns = now.unix_ns;
+        looked.snapshot.cards = sample.iter().flat_map(|s| &s.cards).map(Card::of).collect();
+        looked
+    }
+
+    /// Lets go of containers that are gone, with a last row.
+    fn end(&mut self, targets: &[Target], looked: &mut Looked) {
+        let live: BTreeSet<Key> = targets.iter().map(Target::key).collect();
+        let gone: Vec<Key> = self.kept.keys().filter(|key| !live.contains(*key)).cloned().collect();
+        for key in gone {
+            let Some(mut kept) = self.kept.remove(&key) else { continue };
+            if let (Some(target), Some(granted)) = (&kept.target, &kept.granted)
+                && let Some(over) = kept.minute.close()
+            {
+                looked.rows.push(minute_row(target, granted, over));
+            }
+        }
+    }
+
+    fn memory(&self, card: &str) -> Option<u64> {
+        self.cards.iter().find(|(uuid, _)| uuid == card).map(|(_, bytes)| *bytes).filter(|bytes| *bytes > 0)
+    }
+
+    /// Reads everything about one container.
+    fn read<'a>(
+        &self,
+        now: Now,
+        target: &'a Target,
+        kept: &mut Kept,
+        folder: Option<&Folder>,
+        cards: &BTreeMap<&str, &CardSample>,
+        rows: &mut Vec<AuditEvent>,
+    ) -> Scene<'a> {
+        let file = self.open(target, folder);
+        let (file, problem) = match file {
+            Ok(file) => (Some(file), None),
+            Err(problem) => (None, Some(problem)),
+        };
+        if let Some(file) = &file
+            && file.inode() != kept.inode
+        {
+            // Another file is another start of the container: nothing of what was counted goes on.
+            let (counted_ns, suspicion) = (kept.counted_ns, std::mem::take(&mut kept.suspicion));
+            if let (Some(granted), Some(over)) = (&target.grant, kept.minute.close()) {
+                rows.push(minute_row(target, granted, over));
+            }
+            *kept = Kept { inode: file.inode(), counted_ns, suspicion, ..Kept::default() };
+        }
+        kept.target = Some(target.clone());
+        kept.granted.clone_from(&target.grant);
+        let memory = |card: &str| self.memory(card);
+        let mut ours = None;
+        let usage = match (&file, problem) {
+            (None, problem) => Err(problem.unwrap_or(Unreadable::Missing)),
+            (Some(file), _) => match &target.grant {
+                Some(granted) => file.ours(granted.limits.len()).map(|read| {
+                    let usage = of_ours(&read, &granted.limits, memory);
+                    ours = Some(read);
+                    usage
+                }),
+                None => file
+                    .layout()
+                    .and_then(|layout| file.foreign(layout))
+                    .map(|read| of_foreign(&read, memory)),
+            },
+        };
+        let known = self.processes(target, &kept.processes);
+        kept.processes = known.clone().unwrap_or_default();
+        let names: Vec<String> = match (&target.grant, &usage) {
+            (Some(granted), _) => granted.limits.iter().map(|l| l.card.clone()).collect(),
+            (None, Ok(usage)) => usage.cards.iter().map(|c| c.card.clone()).collect(),
+            (None, Err(_)) => Vec::new(),
+        };
+        kept.cards.resize_with(names.len(), KeptCard::default);
+        let mut scene = Scene {
+            target,
+            file,
+            ours,
+            usage,
+            measured: Vec::with_capacity(names.len()),
+            readings: Vec::with_capacity(names.len()),
+            busy_now: false,
+        };
+        for (card, name) in kept.cards.iter_mut().zip(names) {
+            let sample = cards.get(name.as_str()).copied();
+            let (measured, reading, busy_now) = measure(now, card, name, sample, known.as_ref());
+            scene.measured.push(measured);
+            scene.readings.push(reading);
+            scene.busy_now |= busy_now;
+        }
+        scene
+    }
+
+    fn open(&self, target: &Target, folder: Option<&Folder>) -> Result<UsageFile, Unreadable> {
+        let folder = folder.ok_or(Unreadable::Missing)?;
+        let below = PathBuf::from(target.folder());
+        if target.grant.is_some() {
+            return folder.usage_file(&below.join(USAGE_FILE));
+        }
+        let path = foreign_file(&self.places.containers.join(&below))?;
+        folder.usage_file(&below.join(path.file_name().unwrap_or_default()))
+    }
+
+    /// The container's processes; `None` where they are not known.
+    fn processes(&self, target: &Target, known: &Processes) -> Option<Processes> {
+        let id = target.running.as_ref()?;
+        let pod = self.cgroups.remains(&target.pod.uid).ok().flatten()?;
+        let cgroup = container_cgroup(&pod, id)?;
+        Processes::of(&cgroup, &self.places.proc, known).ok()
+    }
+
+    fn task(&self, now: Now, scene: &Scene<'_>) -> Task {
+        let bit = |card: &str| {
+            let place = self.cards.iter().position(|(uuid, _)| uuid == card);
+            place.and_then(|place| u32::try_from(place).ok()).and_then(|place| 1_u64.checked_shl(place))
+        };
+        let cards = scene.measured.iter().filter_map(|m| bit(&m.card)).fold(0, |all, bit| all | bit);
+        let activity = match (&scene.usage, &scene.ours) {
+            (Ok(usage), Some(_)) => Activity::Launched { age_ns: age(now, usage) },
+            // HAMi's library writes the time once a second, its countdown for others; what says more wins.
+            (Ok(usage), None) => match age(now, usage) {
+                Some(age) if age <= policy::ACTIVE_NS => Activity::Launched { age_ns: Some(age) },
+                _ => Activity::Countdown(usage.recent_kernel),
+            },
+            (Err(_), _) => Activity::Launched { age_ns: None },
+        };
+        Task {
+            priority: scene.usage.as_ref().map_or(mullion_region::usage::DEFAULT_PRIORITY, |u| u.priority),
+            cards,
+            activity,
+            busy: scene.busy_now,
+            policy: self.rules.policy,
+        }
+    }
+
+    /// Writes what was decided, and says what was seen.
+    fn act(
+        &self,
+        now: Now,
+        elapsed_ns: u64,
+        scene: Scene<'_>,
+        kept: &mut Kept,
+        decision: policy::Decision,
+        looked: &mut Looked,
+    ) {
+        let Scene { target, file, ours, usage, mut measured, readings, .. } = scene;
+        let mut gated = false;
+        if let (Some(file), Ok(usage)) = (&file, &usage) {
+            gated = self.feed_back(now, file, usage, kept, decision, target);
+            if let Some(ours) = &ours {
+                mirror(file, ours, &measured, &mut kept.uncleared, &kept.processes, target);
+            }
+        }
+        if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
+            self.pace(now, elapsed_ns, granted, usage, kept, decision, &readings, &mut measured);
+        } else if let Some(granted) = &target.grant {
+            // Nothing to go by, but the library must know that somebody looks after it.
+            tend(&self.places.pages.join(&granted.page), now.mono_ns, &[]);
+        }
+        let bypassed = self.judge(target, usage.as_ref().ok(), &measured, kept, looked);
+        if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
+            let busy: Vec<Option<u32>> = measured.iter().map(|m| m.per_mille).collect();
+            if let Some(over) = kept.minute.look(now.unix_ns, &usage.cards, &busy) {
+                looked.rows.push(minute_row(target, granted, over));
+            }
+        }
+        looked.snapshot.containers.push(Container {
+            pod: target.pod.clone(),
+            container: target.container.clone(),
+            limits: target.grant.as_ref().map(|g| g.limits.clone()),
+            usage: usage.map_err(|problem| problem.code()),
+            measured,
+            bypassed,
+            throttled: decision.switch != 0,
+            gated,
+        });
+    }
+
+    /// HAMi's fields by which a monitor steers its library. True when the container is held back.
+    fn feed_back(
+        &self,
+        now: Now,
+        file: &UsageFile,
+        usage: &ContainerUsage,
+        kept: &mut Kept,
+        decision: policy::Decision,
+        target: &Target,
+    ) -> bool {
+        let layout = usage.layout;
+        let write = |what: &hami::Write<4>| {
+            if let Err(error) = file.put(what) {
+                debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not written");
+            }
+        };
+        if usage.switch != decision.switch {
+            write(&layout.utilization_switch(decision.switch));
+        }
+        let mut recent = usage.recent_kernel;
+        if now.mono_ns.saturating_sub(kept.counted_ns) >= policy::COUNTDOWN_STEP_NS {
+            kept.counted_ns = now.mono_ns;
+            recent = policy::count_down(recent);
+        }
+        let recent = policy::gate(recent, decision.gated).unwrap_or(recent);
+        if recent != usage.recent_kernel {
+            write(&layout.recent_kernel(recent));
+        }
+        if usage.recent_kernel < 0
+            && recent >= 0
+            && let Some(granted) = &target.grant
+        {
+            // Who waits at the gate looks again at once.
+            let rung = Page::open(&self.places.pages.join(&granted.page)).and_then(|mut page| page.ring());
+            if let Err(error) = rung {
+                debug!(page = granted.page, %error, "control page not rung");
+            }
+        }
+        recent < 0
+    }
+
+    /// Moves the scales of a container's cards.
+    #[expect(clippy::too_many_arguments, reason = "everything that a step of the loop depends on")]
+    fn pace(
+        &self,
+        now: Now,
+        elapsed_ns: u64,
+        granted: &Granted,
+        usage: &ContainerUsage,
+        kept: &mut Kept,
+        decision: policy::Decision,
+        readings: &[Reading],
+        measured: &mut [Measured],
+    ) {
+        let path = self.places.pages.join(&granted.page);
+        let mut page = match Page::open(&path) {
+            Ok(page) => page,
+            Err(error) => {
+                debug!(page = granted.page, %error, "control page not read");
+                return;
+            }
+        };
+        let mut scales = Vec::with_capacity(usage.cards.len());
+        let devices: Vec<_> = page.spec.devices.iter().copied().collect();
+        let cards = kept.cards.iter_mut().zip(&usage.cards).zip(readings).zip(measured);
+        for (place, (((kept, usage), reading), measured)) in cards.enumerate() {
+            let Some(device) = devices.get(place) else { continue };
+            let known = kept.steer.filter(|steer| steer.scale() == device.scale.get());
+            let steer = known.unwrap_or_else(|| Steer::new(device.scale.get()));
+            let seen = Observation {
+                reading: *reading,
+                launched: usage.last_launch_ns != kept.last_launch_ns || usage.spent_ns != kept.spent_ns,
+                waits: usage.waits.saturating_sub(kept.waits),
+                waited_ns: usage.wait_ns.saturating_sub(kept.wait_ns),
+                elapsed_ns,
+            };
+            (kept.waits, kept.wait_ns) = (usage.waits, usage.wait_ns);
+            (kept.spent_ns, kept.last_launch_ns) = (usage.spent_ns, usage.last_launch_ns);
+            // A container that runs freely is not measured against its share.
+            let steer =
+                if decision.switch == 0 { steer } else { steer.step(device.core.get().into(), &seen) };
+            kept.steer = Some(steer);
+            measured.scale = Some(steer.scale());
+            scales.extend(NonZeroU32::new(steer.scale()).map(|scale| (place, scale)));
+        }
+        if let Err(error) = page.tend(now.mono_ns, &scales) {
+            debug!(page = granted.page, %error, "control page not written");
+        }
+    }
+
+    /// Whether the container holds more than can be explained, and what that means for its allocation.
+    fn judge(
+        &self,
+        target: &Target,
+        usage: Option<&ContainerUsage>,
+        measured: &[Measured],
+        kept: &mut Kept,
+        looked: &mut Looked,
+    ) -> bool {
+        let Some(granted) = target.grant.as_ref().filter(|g| g.enforced) else { return false };
+        let known: Option<Vec<(&str, Held)>> = measured
+            .iter()
+            .zip(&granted.limits)
+            .enumerate()
+            .map(|(place, (measured, limit))| {
+                let held = Held {
+                    by_driver: measured.bytes?,
+                    processes: measured.processes,
+                    by_account: usage.and_then(|u| u.cards.get(place)).map_or(0, |c| c.used),
+                    limit: limit.memory,
+                };
+                Some((measured.card.as_str(), held))
+            })
+            .collect();
+        if let Some(cards) = known
+            && kept.suspicion.look(bypass(cards, self.rules.margin))
+        {
+            looked.turns.push(Turn { target: target.clone(), bypass: kept.suspicion.bypass.clone() });
+            looked.rows.push(turn_row(target, granted, kept.suspicion.bypass.as_ref()));
+        }
+        let verdict = match &kept.suspicion.bypass {
+            Some(bypass) => {
+                Verdict::Bypassed { message: format!("container {}: {bypass}", target.container) }
+            }
+            None if usage.is_some_and(|u| u.attached > 0) => Verdict::Holds,
+            None => Verdict::Waiting,
+        };
+        let uid = AllocationUid(granted.allocation.uid.clone());
+        // Of several containers the worst counts.
+        let worst = match (looked.verdicts.remove(&uid), verdict) {
+            (Some(bad @ Verdict::Bypassed { .. }), _) | (_, bad @ Verdict::Bypassed { .. }) => bad,
+            (Some(Verdict::Waiting), _) | (_, Verdict::Waiting) => Verdict::Waiting,
+            (_, Verdict::Holds) => Verdict::Holds,
+        };
+        looked.verdicts.insert(uid, worst);
+        kept.suspicion.bypass.is_some()
+    }
+}
+
+/// Age of a container's last launch; `None` where it never launched, or where what it says is no time.
+fn age(now: Now, usage: &ContainerUsage) -> Option<u64> {
+    let last = usage.cards.iter().map(|c| c.last_launch_ns).max().filter(|at| *at != 0)?;
+    (last <= now.unix_ns.saturating_add(AHEAD_NS)).then(|| now.unix_ns.saturating_sub(last))
+}
+
+/// What the driver says of a container on one card, and whether something of it runs now.
+fn measure(
+    now: Now,
+    kept: &mut KeptCard,
+    card: String,
+    sample: Option<&CardSample>,
+    processes: Option<&Processes>,
+) -> (Measured, Reading, bool) {
+    let mut measured = Measured { card, ..Measured::default() };
+    let (Some(sample), Some(processes)) = (sample, processes) else {
+        return (measured, Reading::Missing, false);
+    };
+    if let Some(list) = &sample.processes {
+        let of_us = || list.iter().filter(|p| processes.has(p.pid));
+        measured.processes = of_us().count();
+        // One process of which the driver does not say how much makes the sum unknown.
+        measured.bytes = of_us().map(|p| p.bytes).try_fold(0_u64, |sum, b| Some(sum.saturating_add(b?)));
+        measured.by_process = of_us().filter_map(|p| Some((p.pid, p.bytes?))).collect();
+    }
+    let Some(busy) = &sample.busy else { return (measured, Reading::Missing, false) };
+    let mut busy_now = false;
+    for sample in busy.iter().filter(|b| processes.has(b.pid)) {
+        let at_ns = sample.at_us.saturating_mul(1000);
+        kept.meter.push(sample.pid, at_ns, sample.sm.min(100));
+        let fresh = now.unix_ns.saturating_sub(at_ns) <= mullion_pace::MAX_WINDOW_NS;
+        busy_now |= fresh && sample.sm >= BUSY_PERCENT;
+        let latest = measured.sm_by_process.entry(sample.pid).or_insert((at_ns, 0));
+        if at_ns >= latest.0 {
+            *latest = (at_ns, sample.sm.min(100));
+        }
+    }
+    measured.sm_by_process.retain(|_, (at_ns, _)| now.unix_ns.saturating_sub(*at_ns) <= LISTED_NS);
+    let reading = kept.meter.take(now.unix_ns);
+    match reading {
+        Reading::Present { per_mille, .. } => kept.per_mille = per_mille,
+        Reading::Absent => kept.per_mille = 0,
+        // Who is not listed any more has stopped, or the driver is late: for the loop the difference matters, for people
+        // the former is what nearly always happened.
+        Reading::Stale { age_ns } if age_ns > LISTED_NS => kept.per_mille = 0,
+        Reading::Gathering | Reading::Stale { .. } | Reading::Missing => {}
+    }
+    measured.per_mille = Some(kept.per_mille);
+    (measured, reading, busy_now)
+}
+
+/// Keeps HAMi's fields of our own file true, for those who read them: what lives, what it uses, and which slots nobody
+/// has any more.
+fn mirror(
+    file: &UsageFile,
+    ours: &Ours,
+    measured: &[Measured],
+    kept: &mut Option<BTreeSet<usize>>,
+    processes: &Processes,
+    target: &Target,
+) {
+    let alive: BTreeSet<usize> = ours.alive.iter().map(|a| a.slot).collect();
+    // At the first look, whatever was ever claimed.
+    let mut uncleared = kept.take().unwrap_or_else(|| (0..ours.hot.high_water).collect());
+    let result = (|| -> std::io::Result<()> {
+        for owner in &ours.alive {
+            let slot = owner.slot;
+            let host = processes.host_pid(owner.process.pid);
+            let host_pid = host.and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
+            if owner.process.hostpid != host_pid
+                && host_pid != 0
+                && let Some(write) = Layout::V1_2.hostpid(slot, host_pid)
+            {
+                file.put(&write)?;
+            }
+            for (card, measured) in measured.iter().enumerate() {
+                let Some(old) = owner.process.cards.get(card) else { continue };
+                let settled = owner.cards.get(card).map_or(0, |s| s.settled);
+                let used = hami::Used::of(settled);
+                if old.used != used
+                    && let Some(write) = Layout::V1_2.used(slot, card, &used)
+                {
+                    file.put(&write)?;
+                }
+                let Some(host) = host else { continue };
+                let bytes = measured.by_process.get(&host).copied().unwrap_or(0);
+                if old.monitor_used != bytes
+                    && let Some(write) = Layout::V1_2.monitor_used(slot, card, bytes)
+                {
+                    file.put(&write)?;
+                }
+                let percent = measured.sm_by_process.get(&host).map_or(0, |(_, sm)| u64::from(*sm));
+                if old.sm_util != percent
+                    && let Some(write) = Layout::V1_2.sm_util(slot, card, percent)
+                {
+                    file.put(&write)?;
+                }
+            }
+        }
+        // A slot that another library took has no byte of ours: it is not dead for that.
+        if ours.hot.foreign == 0 {
+            for slot in uncleared.difference(&alive) {
+                file.free(*slot, measured.len())?;
+            }
+        }
+        Ok(())
+    })();
+    match result {
+        // What lives is looked at again when it is dead.
+        Ok(()) => *kept = Some(alive),
+        Err(error) => {
+            uncleared.extend(alive);
+            *kept = Some(uncleared);
+            debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not mirrored");
+        }
+    }
+}
+
+fn tend(path: &Path, now_ns: u64, scales: &[(usize, NonZeroU32)]) {
+    if let Err(error) = Page::open(path).and_then(|mut page| page.tend(now_ns, scales)) {
+        debug!(?path, %error, "control page not written");
+    }
+}
+
+fn minute_row(
+    target: &Target,
+    granted: &Granted,
+    (start, cards): (u64, Vec<mullion_audit::CardMinute>),
+) -> AuditEvent {
+    AuditEvent::UsageMinute {
+        allocation: granted.allocation.clone(),
+        pod: target.pod.clone(),
+        container: target.container.clone(),
+        start,
+        cards,
+    }
+}
+
+fn turn_row(target: &Target, granted: &Granted, bypass: Option<&Bypass>) -> AuditEvent {
+    let (allocation, pod) = (granted.allocation.clone(), target.pod.clone());
+    let container = target.container.clone();
+    match bypass {
+        Some(Bypass { card, held, .. }) => AuditEvent::LimitBypassed {
+            allocation,
+            pod,
+            container,
+            card: card.clone(),
+            held_mib: held.by_driver >> 20,
+            accounted_mib: held.by_account >> 20,
+            limit_mib: held.limit >> 20,
+            processes: u32::try_from(held.processes).unwrap_or(u32::MAX),
+        },
+        None => AuditEvent::BypassEnded { allocation, pod, container },
+    }
+}

@@ -1,0 +1,339 @@
+//! Usage files, at arm's length: a tenant can write, cut, punch and lock them as he likes. They are read by `pread`,
+//! never mapped (cutting a mapped file kills who maps it), and changed by single `pwrite`s of fields that are the
+//! agent's to write. Folders of HAMi's containers are writable to tenants as well, so nothing that is no plain file is
+//! opened there, and no link is followed.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use mullion_region::extension::{self, Hot, Slot};
+use mullion_region::hami::{self, Header, Layout, Process, Write};
+use mullion_region::usage::{EXTENSION_AT, FILE_LEN, SLOTS};
+use nix::fcntl::{FcntlArg, OFlag, OpenHow, ResolveFlag, fcntl, openat2};
+use nix::libc;
+
+/// Why a usage file tells nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum Unreadable {
+    /// It is not there.
+    #[error("there is no usage file: the container is being made or removed")]
+    Missing,
+    /// A link stands in its place.
+    #[error("a symbolic link is in the place of the usage file: its tenant put it there; restart the pod")]
+    Link,
+    /// Something else stands in its place.
+    #[error("{what} is in the place of the usage file: its tenant put it there; restart the pod")]
+    NotPlain {
+        /// What it is.
+        what: &'static str,
+    },
+    /// More than one file may be the usage file.
+    #[error("more than one file is called *.cache: HAMi's library makes one; remove what was put beside it")]
+    Ambiguous,
+    /// The system refuses.
+    #[error("the usage file cannot be read: see the node's log of its disk")]
+    Io {
+        /// The system's word.
+        source: io::Error,
+    },
+    /// What is in it is no usage file.
+    #[error("the usage file is damaged")]
+    Content {
+        /// The first field without a meaning.
+        source: mullion_region::Error,
+    },
+}
+
+impl Unreadable {
+    /// The stable name, the same in log and metric.
+    #[must_use]
+    pub const fn code(&self) -> &'static str {
+        match self {
+            Self::Missing => "UsageMissing",
+            Self::Link => "UsageLink",
+            Self::NotPlain { .. } => "UsageNotPlain",
+            Self::Ambiguous => "UsageAmbiguous",
+            Self::Io { .. } => "UsageUnreadable",
+            Self::Content { source } => source.code(),
+        }
+    }
+}
+
+impl From<mullion_region::Error> for Unreadable {
+    fn from(source: mullion_region::Error) -> Self {
+        Self::Content { source }
+    }
+}
+
+impl From<io::Error> for Unreadable {
+    fn from(source: io::Error) -> Self {
+        match source.raw_os_error() {
+            Some(libc::ENOENT | libc::ENOTDIR) => Self::Missing,
+            Some(libc::ELOOP) => Self::Link,
+            _ => Self::Io { source },
+        }
+    }
+}
+
+impl From<nix::Error> for Unreadable {
+    fn from(errno: nix::Error) -> Self {
+        io::Error::from(errno).into()
+    }
+}
+
+/// An open usage file.
+#[derive(Debug)]
+pub struct UsageFile {
+    file: File,
+    length: u64,
+    inode: (u64, u64),
+}
+
+/// The folder of all containers' folders, held open.
+#[derive(Debug)]
+pub struct Folder(OwnedFd);
+
+impl Folder {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        Ok(Self(File::open(path)?.into()))
+    }
+
+    /// Opens `name`, a path below, of a plain file. Nothing else is opened: not even looking at a pipe or a device is
+    /// without effect.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn usage_file(&self, name: &Path) -> Result<UsageFile, Unreadable> {
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
+            .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+        let found = File::from(openat2(&self.0, name, how)?);
+        let kind = found.metadata()?.file_type();
+        if kind.is_symlink() {
+            return Err(Unreadable::Link);
+        }
+        if !kind.is_file() {
+            let what = match () {
+                () if kind.is_dir() => "a folder",
+                () if kind.is_fifo() => "a pipe",
+                () if kind.is_socket() => "a socket",
+                () => "a device",
+            };
+            return Err(Unreadable::NotPlain { what });
+        }
+        // The way to the very file that was looked at.
+        let same = format!("/proc/self/fd/{}", found.as_raw_fd());
+        let file = File::options().read(true).write(true).open(same)?;
+        let meta = file.metadata()?;
+        Ok(UsageFile { file, length: meta.len(), inode: (meta.dev(), meta.ino()) })
+    }
+}
+
+/// What one of our own files says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ours {
+    /// HAMi's header and tail.
+    pub header: Header,
+    /// Our own counters.
+    pub hot: Hot,
+    /// Slots whose owner lives.
+    pub alive: Vec<Alive>,
+}
+
+/// A slot whose owner lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Alive {
+    /// Its number.
+    pub slot: usize,
+    /// What HAMi's fields say of it.
+    pub process: Process,
+    /// Our own words, by card of the container.
+    pub cards: Vec<Slot>,
+}
+
+/// What a file of HAMi's library says.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Foreign {
+    /// Header and tail.
+    pub header: Header,
+    /// Slots in use.
+    pub processes: Vec<Process>,
+}
+
+impl UsageFile {
+    /// Device and inode: another one after each `PreStartContainer`.
+    #[must_use]
+    pub const fn inode(&self) -> (u64, u64) {
+        self.inode
+    }
+
+    /// Its layout.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn layout(&self) -> Result<Layout, Unreadable> {
+        let mut head = [0; hami::HEAD_LEN];
+        let head = self.some(0, &mut head)?;
+        Ok(hami::identify(self.length, head)?)
+    }
+
+    /// Reads a file of ours, for a container of `cards` cards.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn ours(&self, cards: usize) -> Result<Ours, Unreadable> {
+        let mut head = [0; hami::HEAD_LEN];
+        let head = self.some(0, &mut head)?;
+        let mut tail = [0; hami::TAIL_LEN];
+        let tail = self.some(Layout::V1_2.tail_offset(), &mut tail)?;
+        let header = mullion_region::usage::read_header(self.length, head, tail)?;
+        let mut bytes = [0; extension::NOTES_AT];
+        let bytes = self.some(EXTENSION_AT as u64, &mut bytes)?;
+        let hot = extension::read_hot(bytes)?;
+        let owned = self.owned(hot.high_water)?;
+        let mut alive: Vec<Alive> = Vec::new();
+        let mut bytes = vec![0; Layout::V1_2.slot_size()];
+        for slot in owned {
+            let Some(at) = Layout::V1_2.slot_offset(slot) else { continue };
+            let process = Layout::V1_2.read_slot(self.some(at, &mut bytes)?)?;
+            alive.push(Alive { slot, process, cards: Vec::with_capacity(cards) });
+        }
+        if let Some(last) = alive.last().map(|a| a.slot) {
+            let mut words = vec![0; extension::SLOT_SIZE * (last + 1)];
+            for card in 0..cards {
+                let Some(at) = extension::card_slots_offset(card) else { continue };
+                let words = self.some(at as u64, &mut words)?;
+                let slots: Vec<Slot> = extension::slots(words).collect();
+                for owner in &mut alive {
+                    owner.cards.push(slots.get(owner.slot).copied().unwrap_or_default());
+                }
+            }
+        }
+        Ok(Ours { header, hot, alive })
+    }
+
+    /// Reads a file of HAMi's library.
+    ///
+    /// # Errors
+    /// [`Unreadable`].
+    pub fn foreign(&self, layout: Layout) -> Result<Foreign, Unreadable> {
+        let mut head = [0; hami::HEAD_LEN];
+        let head = self.some(0, &mut head)?;
+        let mut tail = [0; hami::TAIL_LEN];
+        let tail = self.some(layout.tail_offset(), &mut tail)?;
+        let header = layout.read_header(head, tail)?;
+        let mut processes = Vec::new();
+        let mut slot = vec![0; layout.slot_size()];
+        for number in 0..header.proc_num {
+            let Some(at) = layout.slot_offset(number) else { break };
+            let process = layout.read_slot(self.some(at, &mut slot)?)?;
+            if process.status != hami::STATUS_FREE {
+                processes.push(process);
+            }
+        }
+        Ok(Foreign { header, processes })
+    }
+
+    /// Slots below `end` whose byte is locked, lowest first: their owners live, whatever the file says.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn owned(&self, end: usize) -> io::Result<Vec<usize>> {
+        let mut owned = Vec::new();
+        let mut open = vec![(0, end.min(SLOTS))];
+        // Whoever asks is told of one lock in the range, and not of the first one.
+        while let Some((from, to)) = open.pop() {
+            if from >= to {
+                continue;
+            }
+            let mut lock = lock(libc::F_WRLCK, from, to - from);
+            fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock))?;
+            if i32::from(lock.l_type) == libc::F_UNLCK {
+                continue;
+            }
+            let base = i64::try_from(extension::LOCK_AT).unwrap_or(i64::MAX);
+            let place = |at: i64| usize::try_from(at.saturating_sub(base)).unwrap_or(0).clamp(from, to);
+            let first = place(lock.l_start);
+            let behind = if lock.l_len == 0 { to } else { place(lock.l_start.saturating_add(lock.l_len)) };
+            let behind = behind.max(first + 1).min(to);
+            owned.extend(first..behind);
+            open.push((from, first));
+            open.push((behind, to));
+        }
+        owned.sort_unstable();
+        Ok(owned)
+    }
+
+    /// Frees `slot` for readers of HAMi's fields, while its byte is ours: nobody owns it, and nobody can take it before
+    /// that is done. False where somebody has it. What stands in our own words of it stays: the container's next
+    /// process to look for room takes that away, by operations that a file which is not mapped does not offer.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn free(&self, slot: usize, cards: usize) -> io::Result<bool> {
+        match fcntl(&self.file, FcntlArg::F_OFD_SETLK(&lock(libc::F_WRLCK, slot, 1))) {
+            Ok(_) => {}
+            Err(nix::Error::EAGAIN | nix::Error::EACCES) => return Ok(false),
+            Err(errno) => return Err(errno.into()),
+        }
+        let done = self.free_held(slot, cards);
+        fcntl(&self.file, FcntlArg::F_OFD_SETLK(&lock(libc::F_UNLCK, slot, 1)))?;
+        done.map(|()| true)
+    }
+
+    fn free_held(&self, slot: usize, cards: usize) -> io::Result<()> {
+        let Some((status, pids)) = Layout::V1_2.free(slot) else { return Ok(()) };
+        self.put(&status)?;
+        self.put(&pids)?;
+        for card in 0..cards {
+            if let Some(used) = Layout::V1_2.used(slot, card, &hami::Used::default()) {
+                self.put(&used)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a field; a file that was cut is not made longer.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn put<const N: usize>(&self, write: &Write<N>) -> io::Result<()> {
+        let end = write.offset.saturating_add(N as u64);
+        if end > self.length || end > FILE_LEN as u64 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.file.write_all_at(&write.bytes, write.offset)
+    }
+
+    /// As much of `buffer` as the file has at `offset`.
+    fn some<'a>(&self, offset: u64, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+        let mut filled = 0;
+        while let Some(rest) = buffer.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+            match self.file.read_at(rest, offset + filled as u64) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(buffer.get(..filled).unwrap_or_default())
+    }
+}
+
+/// A lock of the bytes of `count` slots from `first` on.
+fn lock(kind: i32, first: usize, count: usize) -> libc::flock {
+    libc::flock {
+        l_type: i16::try_from(kind).unwrap_or_default(),
+        l_whence: i16::try_from(libc::SEEK_SET).unwrap_or_default(),
+        l_start: i64::try_from(extension::LOCK_AT + first as u64).unwrap_or(i64::MAX),
+        l_len: i64::try_from(count).unwrap_or(i64::MAX),
+        l_pid: 0,
+    }
+}

@@ -1,0 +1,175 @@
+//! Looks after what containers do with their cards: reads their usage files, asks the driver once for all of them,
+//! steers the pace of their launches, finds memory that no account explains, and keeps the figures that are scraped.
+//!
+//! [`target`] says whom to look after, [`files`], [`processes`] and [`page`] touch the outside, [`usage`], [`escape`]
+//! and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
+//! around it: when to look, and whom to tell.
+//!
+//! A usage file is the tenant's. What it says is believed as far as it can be true, about its own container and about no
+//! other: limits are the allocation's, processes the kernel's, and the driver's figures stand beside the file's.
+
+pub mod engine;
+pub mod escape;
+pub mod export;
+pub mod files;
+pub mod minute;
+pub mod page;
+pub mod processes;
+pub mod snapshot;
+pub mod target;
+pub mod usage;
+mod wake;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use mullion_audit::Entry;
+use mullion_pace::policy::Policy;
+use nix::time::{ClockId, clock_gettime};
+use parking_lot::RwLock;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, MissedTickBehavior, interval_at};
+use tracing::{info, warn};
+
+use crate::api::traced;
+use crate::cgroup::Cgroups;
+use crate::config::Settings;
+use crate::error::Error;
+use crate::events::Announcer;
+use crate::nvml::DriverHandle;
+use crate::world::Shared;
+use engine::{Engine, Looked, Now, Places, Rules};
+use snapshot::Snapshot;
+
+/// Time between two looks: below a second, so that a container that waits for a more urgent one goes on at most two
+/// seconds after that one stopped (`mullion_pace::policy::ACTIVE_NS`).
+pub const PERIOD: Duration = Duration::from_millis(900);
+/// Measurements of processes are asked for from so long ago on: drivers were seen to enter some 9 s late.
+const BACK_US: u64 = 10_000_000;
+
+/// The last look, shared with those who show it.
+#[derive(Clone, Debug, Default)]
+pub struct Latest(Arc<RwLock<Arc<Snapshot>>>);
+
+impl Latest {
+    /// What the last look saw.
+    #[must_use]
+    pub fn get(&self) -> Arc<Snapshot> {
+        Arc::clone(&self.0.read())
+    }
+
+    /// Takes the place of the last look.
+    pub fn set(&self, snapshot: Snapshot) {
+        *self.0.write() = Arc::new(snapshot);
+    }
+}
+
+/// Looks again and again.
+pub struct Monitor {
+    /// The world.
+    pub shared: Arc<Shared>,
+    /// The driver.
+    pub driver: DriverHandle,
+    /// Where things are.
+    pub settings: Settings,
+    /// Facts on their way into the audit log.
+    pub facts: mpsc::UnboundedSender<Entry>,
+    /// Events.
+    pub announcer: Announcer,
+    /// Where the last look goes.
+    pub latest: Latest,
+}
+
+impl std::fmt::Debug for Monitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Monitor").finish_non_exhaustive()
+    }
+}
+
+impl Monitor {
+    /// Runs until dropped.
+    ///
+    /// # Errors
+    /// [`Error::Broken`] when a look panicked.
+    pub async fn run(self) -> Result<(), Error> {
+        let mut engine = Some(engine(&self.settings));
+        let mut ticks = interval_at(Instant::now(), PERIOD);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut driver_answers = true;
+        loop {
+            ticks.tick().await;
+            let Some(mut looking) = engine.take() else { return Ok(()) };
+            let since = now().unix_ns / 1000;
+            let sample = match self.driver.sample(since.saturating_sub(BACK_US)).await {
+                Ok(sample) => {
+                    driver_answers = true;
+                    Some(sample)
+                }
+                Err(error) => {
+                    if std::mem::replace(&mut driver_answers, false) {
+                        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "cards are not measured");
+                    }
+                    None
+                }
+            };
+            let shared = Arc::clone(&self.shared);
+            let looked = tokio::task::spawn_blocking(move || {
+                let folders = looking.folders();
+                let targets = shared.read(|world| target::targets(world, &folders));
+                let looked = looking.look(now(), &targets, sample.as_ref());
+                (looking, looked)
+            });
+            let (looking, looked) = looked.await.map_err(|source| Error::Broken { source })?;
+            engine = Some(looking);
+            self.tell(looked);
+        }
+    }
+
+    fn tell(&self, looked: Looked) {
+        let Looked { snapshot, verdicts, turns, rows } = looked;
+        self.latest.set(snapshot);
+        for row in rows {
+            let _ = self.facts.send(traced(row));
+        }
+        for turn in turns {
+            let (pod, container) = (&turn.target.pod, &turn.target.container);
+            match &turn.bypass {
+                Some(bypass) => {
+                    warn!(namespace = pod.namespace, pod = pod.name, container, %bypass, "limit bypassed");
+                }
+                None => info!(namespace = pod.namespace, pod = pod.name, container, "limit holds again"),
+            }
+            let message = turn.bypass.as_ref().map(ToString::to_string);
+            self.announcer.limit(pod, container, message.as_deref());
+        }
+        self.shared.change_if(|world| {
+            let changed = world.verdicts.as_ref() != Some(&verdicts);
+            world.verdicts = Some(verdicts);
+            changed
+        });
+    }
+}
+
+/// The engine of a node with these settings.
+#[must_use]
+pub fn engine(settings: &Settings) -> Engine {
+    let places = Places {
+        containers: settings.containers_dir(),
+        pages: settings.pages_dir(),
+        proc: PathBuf::from("/proc"),
+    };
+    let policy = if settings.container.disable_core_limit { Policy::Disable } else { Policy::Default };
+    let rules = Rules { policy, margin: escape::MARGIN };
+    Engine::new(places, rules, Cgroups::new(settings.cgroup_mount.clone(), &settings.cgroup_root))
+}
+
+/// Both clocks, now.
+#[must_use]
+pub fn now() -> Now {
+    let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    // The clock that the library in the container reads, too.
+    let mono = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    Now { unix_ns: ns(unix), mono_ns: ns(mono) }
+}

@@ -1,0 +1,253 @@
+//! Why a process is not let at the cards: a limit was asked for and cannot be kept.
+
+use core::fmt::{self, Write as _};
+
+use super::environment;
+use super::uuid;
+use crate::cuda::{CUresult, CUuuid};
+use crate::sys::{self, Errno};
+
+/// Each is said once on stderr, in one line, and ends in the result of `cuInit`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// A variable of the environment is no limit.
+    Environment(environment::Error<'static>),
+    /// The control page is there but cannot be opened or mapped.
+    PageUnreadable(Errno),
+    /// The control page is not one.
+    PageDamaged(mullion_region::Error),
+    /// The driver does not say which cards there are.
+    DriverSilent { call: &'static str, result: CUresult },
+    /// A card of this process has no limit in the control page.
+    CardUnknown { ordinal: i32, uuid: CUuuid },
+    /// More cards than the files have room for.
+    TooManyCards { found: usize },
+    /// The usage file cannot be opened, made or mapped.
+    FileUnusable { path: Text, doing: &'static str, errno: Errno },
+    /// The usage file is no regular file.
+    FileKind { path: Text },
+    /// The usage file is something else, damaged or cut.
+    FileForeign { path: Text, why: mullion_region::Error },
+    /// A process of another library, HAMi's, uses the file, so that nobody counts all of the memory.
+    ForeignProcess { path: Text, pid: i32 },
+    /// All 1,024 slots are taken.
+    SlotsFull { path: Text },
+    /// Another process was setting up the file for a second.
+    FileBusy { path: Text },
+    /// The kernel knows no memory that is wiped on fork (before 4.14).
+    Kernel(Errno),
+    /// No memory for the library's own tables.
+    NoMemory(Errno),
+}
+
+impl Refusal {
+    /// The stable name, in the line on stderr.
+    pub(crate) const fn code(&self) -> &'static str {
+        match self {
+            Self::Environment(_) => "LimitInvalid",
+            Self::PageUnreadable(_) => "PageUnreadable",
+            Self::PageDamaged(_) => "PageDamaged",
+            Self::DriverSilent { .. } => "DriverSilent",
+            Self::CardUnknown { .. } => "CardUnknown",
+            Self::TooManyCards { .. } => "TooManyCards",
+            Self::FileUnusable { .. } => "UsageFileUnusable",
+            Self::FileKind { .. } => "UsageFileKind",
+            Self::FileForeign { .. } => "UsageFileForeign",
+            Self::ForeignProcess { .. } => "ForeignProcess",
+            Self::SlotsFull { .. } => "SlotsFull",
+            Self::FileBusy { .. } => "UsageFileBusy",
+            Self::Kernel(_) => "KernelTooOld",
+            Self::NoMemory(_) => "NoMemory",
+        }
+    }
+
+    /// What `cuInit`, and every later allocation, answers.
+    pub(crate) const fn result(&self) -> CUresult {
+        match self {
+            Self::Environment(_) => CUresult::INVALID_VALUE,
+            Self::DriverSilent { result, .. } => *result,
+            _ => CUresult::OPERATING_SYSTEM,
+        }
+    }
+
+    /// Says it on stderr; `consequence` is what follows.
+    pub(crate) fn say(&self, consequence: &str) {
+        let mut line = Line::default();
+        let _ = write!(line, "{}: {self}; {consequence}", self.code());
+        sys::complain(&[line.as_str()]);
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Environment(error) => error.fmt(f),
+            Self::PageUnreadable(Errno(n)) => {
+                write!(f, "{} cannot be read (error {n}): restart the container", super::PAGE_PATH)
+            }
+            Self::PageDamaged(error) => write!(f, "{}: {error}", super::PAGE_PATH),
+            Self::DriverSilent { call, result } => {
+                write!(f, "{call} failed with {}, so the card's limit cannot be found", result.0)
+            }
+            Self::CardUnknown { ordinal, uuid } => {
+                let text = uuid::text(*uuid);
+                let text = core::str::from_utf8(&text).unwrap_or_default();
+                write!(f, "card {ordinal}, {text}, has no limit in {}: leave it out of ", super::PAGE_PATH)?;
+                f.write_str("CUDA_VISIBLE_DEVICES or restart the container")
+            }
+            Self::TooManyCards { found } => write!(
+                f,
+                "{found} cards in one container, at most {} can be limited: name fewer in CUDA_VISIBLE_DEVICES",
+                mullion_region::MAX_DEVICES
+            ),
+            Self::FileUnusable { path, doing, errno: Errno(n) } => write!(
+                f,
+                "usage file {path}: {doing} failed (error {n}): make its directory writable or name another file in \
+                 CUDA_DEVICE_MEMORY_SHARED_CACHE"
+            ),
+            Self::FileKind { path } => {
+                write!(f, "usage file {path} is not a regular file: name another in ")?;
+                f.write_str("CUDA_DEVICE_MEMORY_SHARED_CACHE")
+            }
+            Self::FileForeign { path, why } => {
+                write!(f, "usage file {path}: {why}; remove it or restart the container")
+            }
+            Self::ForeignProcess { path, pid } => write!(
+                f,
+                "process {pid} uses {path} through another library (HAMi's?), and no one could add both up: end it or \
+                 give it another file"
+            ),
+            Self::SlotsFull { path } => write!(
+                f,
+                "all {} process slots of {path} are taken: run fewer processes with CUDA",
+                mullion_region::usage::SLOTS
+            ),
+            Self::FileBusy { path } => {
+                write!(f, "usage file {path} was being set up by another process for a second: try again")
+            }
+            Self::Kernel(Errno(n)) => {
+                write!(f, "MADV_WIPEONFORK failed (error {n}): Linux 4.14 or newer is needed")
+            }
+            Self::NoMemory(Errno(n)) => write!(f, "no memory for the library's tables (error {n})"),
+        }
+    }
+}
+
+/// A path to be shown, cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Text {
+    bytes: [u8; 96],
+    len: usize,
+}
+
+impl Text {
+    pub(crate) fn new(text: &[u8]) -> Self {
+        let mut bytes = [0; 96];
+        let len = text.len().min(bytes.len());
+        for (to, from) in bytes.iter_mut().zip(text) {
+            *to = *from;
+        }
+        Self { bytes, len }
+    }
+}
+
+impl fmt::Display for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.bytes.get(..self.len).unwrap_or_default().escape_ascii())
+    }
+}
+
+impl fmt::Debug for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{self}\"")
+    }
+}
+
+/// A line being put together without an allocator; what does not fit is left out.
+struct Line {
+    bytes: [u8; 480],
+    len: usize,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self { bytes: [0; 480], len: 0 }
+    }
+}
+
+impl Line {
+    fn as_str(&self) -> &str {
+        let bytes = self.bytes.get(..self.len).unwrap_or_default();
+        match core::str::from_utf8(bytes) {
+            Ok(text) => text,
+            // Cut within a character.
+            Err(error) => core::str::from_utf8(bytes.get(..error.valid_up_to()).unwrap_or_default())
+                .unwrap_or_default(),
+        }
+    }
+}
+
+impl fmt::Write for Line {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for byte in text.bytes() {
+            if let Some(place) = self.bytes.get_mut(self.len) {
+                *place = byte;
+                self.len += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use std::string::ToString as _;
+
+    use super::*;
+
+    #[test]
+    fn every_refusal_is_one_short_line_with_a_way_out() {
+        let path = Text::new(b"/tmp/cudevshr.cache");
+        let refusals = [
+            Refusal::Environment(environment::Error {
+                variable: environment::Variable::MemoryLimit(Some(0)),
+                value: b"16Gi",
+            }),
+            Refusal::PageUnreadable(Errno(13)),
+            Refusal::PageDamaged(mullion_region::Error::Magic { what: "control page", found: 1 }),
+            Refusal::DriverSilent { call: "cuDeviceGetCount", result: CUresult::UNKNOWN },
+            Refusal::CardUnknown { ordinal: 1, uuid: CUuuid([7; 16]) },
+            Refusal::TooManyCards { found: 17 },
+            Refusal::FileUnusable { path, doing: "open", errno: Errno(30) },
+            Refusal::FileKind { path },
+            Refusal::FileForeign {
+                path,
+                why: mullion_region::Error::Magic { what: "usage file", found: 1 },
+            },
+            Refusal::ForeignProcess { path, pid: 12 },
+            Refusal::SlotsFull { path },
+            Refusal::FileBusy { path },
+            Refusal::Kernel(Errno(22)),
+            Refusal::NoMemory(Errno(12)),
+        ];
+        for refusal in refusals {
+            let text = refusal.to_string();
+            assert!(!text.contains('\n') && text.len() < 300, "{text}");
+            assert_ne!(refusal.result(), CUresult::SUCCESS);
+            let code = refusal.code();
+            assert!(code.chars().all(char::is_alphanumeric) && code.starts_with(char::is_uppercase));
+        }
+    }
+
+    #[test]
+    fn a_line_is_cut_and_a_path_is_escaped() {
+        let mut line = Line::default();
+        for _ in 0..100 {
+            let _ = line.write_str("0123456789");
+        }
+        assert_eq!(line.as_str().len(), 480);
+        assert_eq!(Text::new(b"/tmp/\x1b[0m").to_string(), r"/tmp/\x1b[0m");
+    }
+}
