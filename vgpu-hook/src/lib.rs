@@ -27,3 +27,9 @@ mod nvml;
 mod panic;
 mod sys;
 mod table;
+
+/// The names that the library exports when it is built to be preloaded: those of the driver's functions in the table, and
+/// the loader's.
+pub fn exported_names() -> impl Iterator<Item = &'static str> {
+    table::rows().map(|row| row.symbol).chain(loading::NAMES)
+}
