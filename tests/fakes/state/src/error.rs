@@ -34,6 +34,20 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
+    /// The live file is none, or one of another layout.
+    #[error("{} is not a live file of this version: stop the node's programs and delete it", path.display())]
+    ForeignLive {
+        /// The file.
+        path: PathBuf,
+    },
+    /// More processes than slots.
+    #[error("{} has no free slot of {slots}: end some of the node's programs", path.display())]
+    LiveFull {
+        /// The file.
+        path: PathBuf,
+        /// How many there are.
+        slots: usize,
+    },
     /// No card model of that name, or a count that no node has.
     #[error(
         "unknown card profile {profile:?}: use one of {known}, each with an optional count x1 to x16, joined by +"
@@ -94,6 +108,8 @@ impl Error {
             Self::Io { .. } => "StateFileIo",
             Self::Malformed { .. } => "StateFileMalformed",
             Self::Print { .. } => "StatePrint",
+            Self::ForeignLive { .. } => "LiveFileForeign",
+            Self::LiveFull { .. } => "LiveFileFull",
             Self::UnknownProfile { .. } => "UnknownCardProfile",
             Self::UnknownVerb { .. } => "UnknownVerb",
             Self::BadArgument { .. } => "BadArgument",

@@ -2,10 +2,12 @@
 //! `fake` command and the CDI generator share.
 //!
 //! [`NodeState`] is the schema, [`Store`] the file with its lock, [`profile`] the card models,
-//! [`mig`] the grids and what the driver does with them, [`verb`] the commands that disturb a node.
+//! [`mig`] the grids and what the driver does with them, [`verb`] the commands that disturb a node, [`live`] what
+//! running programs have of the cards.
 
 pub mod calls;
 mod error;
+pub mod live;
 pub mod mig;
 pub mod profile;
 mod state;
