@@ -174,10 +174,15 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         }
         self.total.fetch_sub(bytes);
         self.mine.claimed.fetch_sub(bytes);
-        let alone = sums.settled.saturating_add(bytes) > self.limit;
-        tries.full = if self.reap_dead(peers) == 0 && alone { tries.full + 1 } else { 0 };
-        tries.left = tries.left.saturating_sub(1);
         let refused = Refused { used: sums.claimed.saturating_sub(bytes), limit: self.limit };
+        if self.reap_dead(peers) > 0 {
+            // A new state of affairs; each death gives one more try.
+            tries.full = 0;
+            return None;
+        }
+        let alone = sums.settled.saturating_add(bytes) > self.limit;
+        tries.full = if alone { tries.full + 1 } else { 0 };
+        tries.left = tries.left.saturating_sub(1);
         (tries.left == 0 || tries.full == FULL).then_some(Err(refused))
     }
 
