@@ -35,6 +35,12 @@ use serde::{Deserialize, Serialize};
     printcolumn(name = "MIG", type_ = "string", json_path = ".status.summary.mig"),
     printcolumn(name = "LAYOUT", type_ = "string", json_path = ".status.summary.layout"),
     printcolumn(name = "HEALTH", type_ = "string", json_path = ".status.summary.health"),
+    printcolumn(
+        name = "CORDON",
+        type_ = "boolean",
+        json_path = ".spec.cordon",
+        description = "The admin has closed the whole node for new GPU pods"
+    ),
     printcolumn(name = "AGE", type_ = "date", json_path = ".metadata.creationTimestamp")
 )]
 #[serde(rename_all = "camelCase")]

@@ -56,14 +56,18 @@ impl Cluster {
                 "metadata": {"name": "user"},
                 "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "user"},
                 "subjects": [{"kind": "ServiceAccount", "name": "user", "namespace": NAMESPACE}]}),
-            // kubectl reads what it patches.
+            // kubectl reads what it patches, and patches what the agent replaces.
             json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
-                "metadata": {"name": "reads-status"},
-                "rules": [{"apiGroups": [""], "resources": ["pods/status"], "verbs": ["get"]}]}),
+                "metadata": {"name": "status-by-kubectl"}, "rules": [
+                    {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["get"]},
+                    {"apiGroups": ["mullion.io"], "resources": ["gpunodes/status", "vgpuallocations/status"],
+                        "verbs": ["get", "patch"]}]}),
             json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-                "metadata": {"name": "reads-status"},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "reads-status"},
-                "subjects": [{"kind": "ServiceAccount", "name": "mullion-controller", "namespace": "mullion-system"}]}),
+            "metadata": {"name": "status-by-kubectl"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "status-by-kubectl"},
+            "subjects": [
+                    {"kind": "ServiceAccount", "name": "mullion-controller", "namespace": "mullion-system"},
+                    {"kind": "ServiceAccount", "name": "mullion-nodeagent", "namespace": "mullion-system"}]}),
         ];
         objects.extend(
             NODES.map(|name| json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})),

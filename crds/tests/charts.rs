@@ -2,6 +2,7 @@
 
 #![expect(clippy::panic, reason = "a test program: a panic is how it fails")]
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -92,6 +93,10 @@ fn the_webhook_sees_pods_at_creation_only_and_fails_closed() {
         );
     }
     let condition = webhook["matchConditions"][0]["expression"].as_str().unwrap();
+    for slip in request::MISSPELT {
+        // Limits and requests, of containers and of init containers.
+        assert_eq!(condition.matches(&format!("'{slip}'")).count(), 4, "{slip}");
+    }
     for optional in [
         "c.resources",
         "c.resources.limits",
@@ -110,4 +115,100 @@ fn the_webhook_sees_pods_at_creation_only_and_fails_closed() {
 fn no_two_agents_run_on_a_node() {
     let daemon_set = &documents("nodeagent.yaml")[0];
     assert_eq!(daemon_set["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"], 0);
+}
+
+/// What each part's roles grant, as `verb resource` or `verb resource name`. A line more here is a right more for
+/// whoever gets hold of that part's token: it stands beside the code that needs it.
+#[test]
+fn roles_grant_what_the_code_does() {
+    let granted = |role: &str| -> BTreeSet<String> {
+        let documents = documents("rbac.yaml");
+        let roles = documents.iter().filter(|d| {
+            matches!(d["kind"].as_str(), Some("Role" | "ClusterRole")) && d["metadata"]["name"] == role
+        });
+        let words = |rule: &Value, key: &str| -> Vec<String> {
+            rule[key].as_array().into_iter().flatten().filter_map(|w| w.as_str().map(str::to_owned)).collect()
+        };
+        let mut all = BTreeSet::new();
+        for rule in roles.flat_map(|role| role["rules"].as_array().into_iter().flatten()) {
+            let mut names = words(rule, "resourceNames");
+            if names.is_empty() {
+                names.push(String::new());
+            }
+            for verb in words(rule, "verbs") {
+                for resource in words(rule, "resources") {
+                    for name in &names {
+                        let line = format!("{verb} {resource} {name}");
+                        assert!(all.insert(line.trim_end().to_owned()), "{role}: {line} stands twice");
+                    }
+                }
+            }
+        }
+        all
+    };
+    let lines = |text: &str| text.lines().map(|l| l.trim().to_owned()).filter(|l| !l.is_empty()).collect();
+    let controller: BTreeSet<String> = lines(
+        "
+        get pods
+        list pods
+        watch pods
+        patch pods
+        create pods/binding
+        create pods/eviction
+        get nodes
+        list nodes
+        watch nodes
+        get namespaces
+        get gpunodes
+        list gpunodes
+        watch gpunodes
+        get vgpuallocations
+        list vgpuallocations
+        watch vgpuallocations
+        create vgpuallocations
+        patch vgpuallocations
+        delete vgpuallocations
+        patch vgpuallocations/status
+        create events
+        patch events
+        list mutatingwebhookconfigurations mullion
+        watch mutatingwebhookconfigurations mullion
+        patch mutatingwebhookconfigurations mullion
+        create secrets
+        list secrets mullion-webhook-tls
+        watch secrets mullion-webhook-tls
+        update secrets mullion-webhook-tls
+        create leases
+        get leases mullion-controller
+        update leases mullion-controller
+        get leases mullion-scheduler
+        update leases mullion-scheduler
+        ",
+    );
+    let agent: BTreeSet<String> = lines(
+        "
+        get pods
+        list pods
+        watch pods
+        list nodes
+        watch nodes
+        get gpunodes
+        list gpunodes
+        watch gpunodes
+        create gpunodes
+        update gpunodes/status
+        get vgpuallocations
+        list vgpuallocations
+        watch vgpuallocations
+        patch vgpuallocations
+        patch vgpuallocations/status
+        create events
+        patch events
+        ",
+    );
+    assert_eq!(granted("mullion-controller"), controller);
+    assert_eq!(granted("mullion-nodeagent"), agent);
+    for right in controller.iter().chain(&agent) {
+        assert!(!right.contains('*'), "{right}: no wildcards");
+    }
 }

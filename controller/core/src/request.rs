@@ -28,6 +28,17 @@ pub const CORES: &str = "nvidia.com/gpucores";
 pub(crate) const PRIORITY: &str = "nvidia.com/priority";
 /// NVIDIA's own resources for MIG instances; not supported yet.
 const MIG_PREFIX: &str = "nvidia.com/mig-";
+/// What people write when they mean [`MEMORY`], [`MEMORY_PERCENTAGE`] or [`CORES`]. No device plugin is known to offer
+/// these; every other name below `nvidia.com/` may be one (passthrough plugins name resources after cards, network
+/// operators after whatever they like), so it is left alone.
+pub const MISSPELT: [&str; 6] = [
+    "nvidia.com/mem",
+    "nvidia.com/memory",
+    "nvidia.com/mem-percentage",
+    "nvidia.com/memory-percentage",
+    "nvidia.com/core",
+    "nvidia.com/cores",
+];
 
 /// Cards that one container may ask for. No machine has more: the largest have 16, and 64 leaves room.
 pub const MAX_COUNT: u32 = 64;
@@ -355,7 +366,7 @@ fn is_served(key: &str) -> bool {
 ///
 /// Other `nvidia.com/` resources (network cards, for one) belong to other drivers.
 fn is_ours(key: &str) -> bool {
-    key.starts_with(COUNT) || key == PRIORITY || key.starts_with(MIG_PREFIX)
+    key.starts_with(COUNT) || key == PRIORITY || key.starts_with(MIG_PREFIX) || MISSPELT.contains(&key)
 }
 
 /// Whether any container names any resource of ours, supported or not.

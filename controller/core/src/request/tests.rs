@@ -133,6 +133,13 @@ fn a_container_is_refused_for() {
         ("NVIDIA's MIG resources", &[("nvidia.com/mig-1g.10gb", "1")], "UnsupportedResource", "mig-1g.10gb"),
         // WH-08
         ("a misspelt memory", &[(COUNT, "1"), ("nvidia.com/gpu-mem", "1")], "UnsupportedResource", "gpu-mem"),
+        ("memory under another name", &[("nvidia.com/mem", "1")], "UnsupportedResource", "gpumem"),
+        (
+            "cores under another name",
+            &[(COUNT, "1"), ("nvidia.com/cores", "1")],
+            "UnsupportedResource",
+            "gpucores",
+        ),
         ("misspelt cores", &[("nvidia.com/gpucore", "1")], "UnsupportedResource", "use nvidia.com/gpu"),
         ("NVIDIA's shared cards", &[("nvidia.com/gpu.shared", "1")], "UnsupportedResource", "gpu.shared"),
     ] {
@@ -282,6 +289,8 @@ fn who_is_concerned() {
         ("priority", &[("nvidia.com/priority", "1")], true),
         ("mig", &[("nvidia.com/mig-1g.5gb", "1")], true),
         ("misspelt", &[("nvidia.com/gpu-mem", "1")], true),
+        ("under another name", &[("nvidia.com/memory", "1")], true),
+        ("a card that a passthrough plugin offers", &[("nvidia.com/GA102GL_A10", "1")], false),
     ] {
         let mut view = container(limits);
         assert_eq!(mentions_us(&pod(&[], vec![view.clone()])), want, "{case}");

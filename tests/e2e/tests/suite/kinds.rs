@@ -32,6 +32,25 @@ fn kubectl(scope: &Scope, who: &[String], args: &[&str]) -> Result<String> {
     scope.lab.kubectl(&all)
 }
 
+/// More rights than an agent has, so that it is the policies that decide, and for kubectl, which reads what it patches.
+fn widen(lab: Lab) -> Result<()> {
+    let role = serde_json::json!({"apiVersion": "v1", "kind": "List", "items": [
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": {"name": "e2e-wide-agent"},
+            "rules": [{"apiGroups": ["mullion.io"], "resources": ["*"], "verbs": ["*"]}]},
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+            "metadata": {"name": "e2e-wide-agent"},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "e2e-wide-agent"},
+            "subjects": [{"kind": "ServiceAccount", "name": "mullion-nodeagent", "namespace": "mullion-system"}]}]});
+    let file = std::env::temp_dir().join("mullion-e2e-wide-agent.json");
+    std::fs::write(&file, role.to_string())?;
+    lab.kubectl(&["apply", "-f", &file.to_string_lossy()]).map(drop)
+}
+
+fn narrow(lab: Lab) -> Result<()> {
+    lab.kubectl(&["delete", "clusterrolebinding,clusterrole", "e2e-wide-agent", "--ignore-not-found"])
+        .map(drop)
+}
+
 /// Design section 4, "Who may write": an agent writes its own node's objects and nothing else.
 #[tokio::test]
 async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
@@ -43,6 +62,17 @@ async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
     let home = allocation.spec.node_name.clone();
     let other = if home == "node-a" { "node-b" } else { "node-a" };
     let patch = r#"{"status":{"agentVersion":"forged"}}"#;
+    narrow(scope.lab)?;
+    // What RBAC alone refuses.
+    for args in [
+        vec!["-n", &scope.namespace, "delete", "vga", &name],
+        vec!["-n", "mullion-system", "get", "secrets"],
+        vec!["patch", "gpunode", &home, "--type=merge", "-p", r#"{"spec":{"splitCount":99}}"#],
+    ] {
+        let outcome = kubectl(&scope, &agent_of(scope.lab, &home)?, &args);
+        ensure!(outcome.is_err_and(|e| e.to_string().contains("cannot")), "{args:?}: was let through");
+    }
+    widen(scope.lab)?;
     let cases: Vec<(&str, &str, Vec<&str>)> = vec![
         (
             "status of another node",
@@ -84,7 +114,6 @@ async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
             ],
         ),
         ("delete an allocation", &home, vec!["-n", &scope.namespace, "delete", "vga", &name]),
-        ("read secrets", &home, vec!["-n", "mullion-system", "get", "secrets"]),
     ];
     for (case, node, args) in cases {
         let outcome = kubectl(&scope, &agent_of(scope.lab, node)?, &args);
@@ -108,6 +137,7 @@ async fn an_agent_writes_only_what_is_its_own() -> Result<()> {
         &["patch", "gpunode", &home, "--subresource=status", "--type=merge", "-p", patch],
     );
     ensure!(outcome.is_err(), "a token without a node was let through");
+    narrow(scope.lab)?;
     scope.remove().await
 }
 
@@ -119,7 +149,7 @@ async fn the_columns_are_there() -> Result<()> {
     let made = scope.running("shown").await?;
     scope.allocation_phase(&made, mullion_crds::vgpuallocation::Phase::Prepared).await?;
     let nodes = scope.lab.kubectl(&["get", "gn"])?;
-    for column in ["GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "AGE"] {
+    for column in ["GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "CORDON", "AGE"] {
         ensure!(nodes.lines().next().is_some_and(|l| l.contains(column)), "{column} is missing:\n{nodes}");
     }
     let allocations = scope.lab.kubectl(&["-n", &scope.namespace, "get", "vga"])?;

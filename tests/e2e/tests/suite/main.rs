@@ -14,3 +14,4 @@ mod scheduling;
 mod storm;
 mod traces;
 mod two_controllers;
+mod verbs;

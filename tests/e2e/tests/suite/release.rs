@@ -105,3 +105,34 @@ async fn an_allocation_is_prepared_only_by_its_node() -> Result<()> {
     ensure!(finalizers == ["mullion.io/release"], "{finalizers:?}");
     scope.remove().await
 }
+
+/// Decision 0003: somebody who may takes an allocation away while its pod runs. Its node keeps the cards for the pod, so
+/// nothing is placed there in vain, and nothing is evicted; when the pod ends all is well again.
+#[tokio::test]
+async fn a_node_waits_for_a_pod_whose_allocation_was_removed_by_hand() -> Result<()> {
+    let scope = Scope::new("stripped").await?;
+    scope.create(&slice_pod("robbed", "1000", "10").on("node-b")).await?;
+    let made = scope.running("robbed").await?;
+    let allocation = scope.allocation_phase(&made, Phase::Prepared).await?;
+    let name = allocation.metadata.name.unwrap_or_default();
+    let none = kube::api::Patch::Merge(serde_json::json!({"metadata": {"finalizers": null}}));
+    scope.allocations().patch(&name, &kube::api::PatchParams::default(), &none).await?;
+    scope.allocations().delete(&name, &DeleteParams::default()).await?;
+    eventually("the allocation is gone", PATIENCE, || async {
+        Ok(scope.allocations().get_opt(&name).await?.is_none().then_some(()))
+    })
+    .await?;
+    scope.create(&slice_pod("next", "1000", "10").on("node-b")).await?;
+    let message = scope.unschedulable("next").await?;
+    ensure!(message.contains("not known which GPUs are taken"), "{message}");
+    scope.create(&slice_pod("elsewhere", "1000", "10").on("node-a")).await?;
+    scope.running("elsewhere").await?;
+    let told = scope.event("robbed", "takes no new GPU pods until it has ended").await?;
+    ensure!(told.contains("AllocationMissing") || told.contains("without its allocation"), "{told}");
+    let still = scope.pods().get("robbed").await?;
+    ensure!(still.metadata.deletion_timestamp.is_none(), "a pod that works was evicted");
+    ensure!(scope.pods().get("next").await?.spec.and_then(|s| s.node_name).is_none(), "bound in vain");
+    scope.delete("robbed").await?;
+    scope.running("next").await?;
+    scope.remove().await
+}

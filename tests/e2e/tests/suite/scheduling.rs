@@ -81,6 +81,11 @@ async fn a_cordoned_gpu_node_takes_nothing_new() -> Result<()> {
         scope.lab.kubectl(&["patch", "gpunode", "node-b", "--type=merge", "-p", &patch])
     };
     cordon("true")?;
+    let shown = scope.lab.kubectl(&["get", "gn", "node-b", "-o", "wide"])?;
+    ensure!(
+        shown.contains("CORDON") && shown.split_whitespace().any(|word| word == "true"),
+        "a cordoned node looks like any other:\n{shown}"
+    );
     let outcome = async {
         scope.create(&slice_pod("waits", "100", "0").on("node-b")).await?;
         scope.unschedulable("waits").await
