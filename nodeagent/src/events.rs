@@ -84,11 +84,8 @@ impl Announcer {
         };
         let action = "CheckLimits".to_owned();
         let event = Event { type_, reason: reason.to_owned(), note: Some(note), action, secondary: None };
-        let pod = PodRef {
-            namespace: pod.namespace.clone(),
-            name: pod.name.clone(),
-            uid: pod.uid.as_str().into(),
-        };
+        let pod =
+            PodRef { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.as_str().into() };
         self.publish(event, object_reference(&pod));
     }
 

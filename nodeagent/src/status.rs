@@ -159,9 +159,12 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
 fn enforced(world: &World, uid: &AllocationUid, told: bool) -> Option<Claim> {
     let verdict = world.verdicts.as_ref().and_then(|v| v.get(uid));
     match verdict {
-        Some(Verdict::Holds) => {
-            Some(Claim::new(ENFORCED, "True", "LimitsHold", "the library applies the limits in each container"))
-        }
+        Some(Verdict::Holds) => Some(Claim::new(
+            ENFORCED,
+            "True",
+            "LimitsHold",
+            "the library applies the limits in each container",
+        )),
         Some(Verdict::Bypassed { message }) => Some(Claim::new(ENFORCED, "False", "LimitBypassed", message)),
         None if told => None,
         // True only once the library has been seen at work.
