@@ -40,7 +40,7 @@ impl Terms {
     #[inline]
     fn price(&self, cost_ns: u64) -> u64 {
         let scale = if self.scale == 0 { 1 } else { self.scale };
-        let weighted = ((min(cost_ns, AHEAD_NS) * scale as u64) >> 16).clamp(1, AHEAD_NS);
+        let weighted = ((min(cost_ns, AHEAD_NS) * u64::from(scale)) >> 16).clamp(1, AHEAD_NS);
         min(weighted * WHOLE_CARD / self.rate, 2 * AHEAD_NS)
     }
 

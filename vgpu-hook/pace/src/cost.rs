@@ -38,7 +38,7 @@ impl Size {
     /// Class 0..=62: the binary logarithm of the number of blocks.
     #[inline]
     const fn class(self) -> u32 {
-        let class = 63 - (self.blocks | 1).leading_zeros();
+        let class = (self.blocks | 1).ilog2();
         if class < GRAPH_CLASS { class } else { GRAPH_CLASS - 1 }
     }
 }
@@ -169,6 +169,7 @@ impl Default for Costs {
 impl Costs {
     /// An empty table.
     #[must_use]
+    #[expect(clippy::large_stack_arrays, reason = "32 KiB; the library's is a static")]
     pub const fn new() -> Self {
         Self { entries: [const { Entry::new() }; ENTRIES] }
     }

@@ -109,13 +109,13 @@ impl Steer {
         if error < 0 && !waited {
             return Self::new(self.scale);
         }
-        let covered_ms = i64::try_from(covered_ns.min(LONGEST_NS) / 1_000_000).unwrap_or(0);
-        let most = MOST * covered_ms / 1000;
+        let ms = i64::try_from(covered_ns.min(LONGEST_NS) / 1_000_000).unwrap_or(0);
+        let most = MOST * ms / 1000;
         let large = error.abs() >= LARGE && (error > 0) == (self.error > 0);
         let streak = if large { (self.streak + 1).min(GROWTH) } else { 0 };
         let gain = INTEGRAL * (1 + streak);
-        let step = (gain * error / 1000 * covered_ms / 1000 + PROPORTIONAL * (error - self.error) / 1000)
-            .clamp(-most, most);
+        let step =
+            (gain * error / 1000 * ms / 1000 + PROPORTIONAL * (error - self.error) / 1000).clamp(-most, most);
         let scale = i64::from(self.scale);
         let scale = if step >= 0 { scale * (1000 + step) / 1000 } else { scale * 1000 / (1000 - step) };
         let scale = u32::try_from(scale.clamp(MIN_SCALE.into(), MAX_SCALE.into())).unwrap_or(self.scale);

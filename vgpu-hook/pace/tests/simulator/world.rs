@@ -203,14 +203,12 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             if now > bunch {
                 bunch = now + random.below(scenario.nvml.late + 1);
             }
+            let half = if scenario.nvml.rounds { scenario.nvml.window / 2 } else { 0 };
             for (p, proc) in procs.iter_mut().enumerate() {
                 let used = card.busy[p] - proc.window_busy;
                 proc.window_busy = card.busy[p];
                 // Some utilisation, or the process is not listed.
-                let percent =
-                    u32::try_from((used * 200 / scenario.nvml.window + u64::from(scenario.nvml.rounds)) / 2)
-                        .unwrap()
-                        .min(100);
+                let percent = u32::try_from((used * 100 + half) / scenario.nvml.window).unwrap().min(100);
                 let lost = scenario.nvml.absent.is_some_and(|n| random.below(n) == 0);
                 if percent > 0 && !lost {
                     listed.push((bunch, proc.container, p, now, percent));
@@ -239,13 +237,6 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                         waited_ns: c.waited,
                         elapsed_ns: now - last_agent,
                     };
-                    if std::env::var_os("SIM_TRACE").is_some() {
-                        eprintln!(
-                            "{:.1} c{i} {seen:?} scale {}",
-                            (now - zero) as f64 / 1e9,
-                            c.scale as f64 / 65536.0
-                        );
-                    }
                     c.steer = c.steer.step(scenario.containers[i].percent, &seen);
                     c.scale = c.steer.scale();
                     (c.waits, c.waited, c.launches) = (0, 0, 0);
@@ -266,7 +257,8 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let size = plan.size;
             let handle = 0x7f00_0000_0000 + 64 * p as u64;
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
-            let guess = || guess_ns(size, scenario.sms * 2048) * plan.graph.max(1);
+            // The kernels of a graph are not known one by one.
+            let guess = || if plan.graph > 0 { MS } else { guess_ns(size, scenario.sms * 2048) };
             let running = proc.flying.get(&key.get()).map_or(0, |since| now - since);
             let quote = proc.costs.quote(key, scenario.events, guess, || running);
             let coarse = now / TICK * TICK;
