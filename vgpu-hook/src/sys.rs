@@ -1,15 +1,16 @@
 //! The operating system: raw system calls, and the few functions taken from the C library.
 //!
 //! System calls are made directly, so that `errno` of the program is never touched and no symbol version is needed.
-//! Taken from the C library: `clock_gettime` (GLIBC_2.17, through the vDSO), `getenv` and `dl_iterate_phdr`
-//! (GLIBC_2.2.5), and `memcpy` and its like, which the compiler calls.
+//! Taken from the C library: `clock_gettime` (GLIBC_2.17, through the vDSO), `getauxval` (GLIBC_2.16), `getenv` and
+//! `dl_iterate_phdr` (GLIBC_2.2.5), and `memcpy` and its like, which the compiler calls.
 
 #![expect(unsafe_code, reason = "system calls and functions of the C library")]
 
 mod call;
 pub(crate) mod clock;
 
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::{CStr, c_char, c_int, c_ulong, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Release};
 
 use call::{number, syscall};
 
@@ -315,11 +316,35 @@ pub(crate) struct Loaded {
     pub(crate) header_count: u16,
 }
 
+type Callback = unsafe extern "C" fn(*const Loaded, usize, *mut c_void) -> c_int;
+type Iterate = unsafe extern "C" fn(Callback, *mut c_void) -> c_int;
+
 unsafe extern "C" {
-    fn dl_iterate_phdr(
-        callback: unsafe extern "C" fn(*const Loaded, usize, *mut c_void) -> c_int,
-        data: *mut c_void,
-    ) -> c_int;
+    fn dl_iterate_phdr(callback: Callback, data: *mut c_void) -> c_int;
+    fn getauxval(kind: c_ulong) -> c_ulong;
+}
+
+/// What the kernel told the program at its start; 0 when it did not.
+pub(crate) fn auxiliary(kind: c_ulong) -> usize {
+    // SAFETY: a look-up in a table that does not change.
+    usize::try_from(unsafe { getauxval(kind) }).unwrap_or(0)
+}
+
+/// The C library's own function, not that of a sanitizer that stands in for it and is not ready when the first look-ups
+/// are made.
+fn iterate() -> Iterate {
+    static ITERATE: AtomicUsize = AtomicUsize::new(0);
+    let known = match ITERATE.load(Acquire) {
+        0 => {
+            let found = crate::driver::elf::of_the_c_library(b"dl_iterate_phdr")
+                .unwrap_or_else(|| (dl_iterate_phdr as Iterate as *const c_void).expose_provenance());
+            ITERATE.store(found, Release);
+            found
+        }
+        known => known,
+    };
+    // SAFETY: the address of a function of this name and type.
+    unsafe { core::mem::transmute::<usize, Iterate>(known) }
 }
 
 /// Shows all loaded images to `see`, in the order of loading, until it returns true. The loader's lock is held.
@@ -335,6 +360,7 @@ pub(crate) fn each_image<F: FnMut(&Loaded) -> bool>(mut see: F) {
         let image = unsafe { &*image };
         c_int::from(see(image))
     }
+    let iterate = iterate();
     // SAFETY: the callback gets the closure that it expects.
-    unsafe { dl_iterate_phdr(show::<F>, (&raw mut see).cast()) };
+    unsafe { iterate(show::<F>, (&raw mut see).cast()) };
 }

@@ -13,6 +13,7 @@ const UNDEFINED: &[(&str, &str)] = &[
     ("bcmp", "GLIBC_2.2.5"),
     ("clock_gettime", "GLIBC_2.17"),
     ("dl_iterate_phdr", "GLIBC_2.2.5"),
+    ("getauxval", "GLIBC_2.16"),
     ("getenv", "GLIBC_2.2.5"),
     ("memcmp", "GLIBC_2.2.5"),
     ("memcpy", "GLIBC_2.2.5"),

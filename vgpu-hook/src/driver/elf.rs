@@ -7,11 +7,13 @@ use crate::sys::{self, Loaded};
 
 const PT_LOAD: u32 = 1;
 const PT_DYNAMIC: u32 = 2;
+const PT_PHDR: u32 = 6;
 const DT_NULL: usize = 0;
 const DT_HASH: usize = 4;
 const DT_STRTAB: usize = 5;
 const DT_SYMTAB: usize = 6;
 const DT_SONAME: usize = 14;
+const DT_DEBUG: usize = 21;
 const DT_GNU_HASH: usize = 0x6fff_fef5;
 const DT_VERSYM: usize = 0x6fff_fff0;
 const STT_NOTYPE: u8 = 0;
@@ -99,35 +101,23 @@ impl Image {
             // SAFETY: the loader's name of a loaded image is NUL-terminated, and ours stays loaded while it is used.
             unsafe { CStr::from_ptr(loaded.name) }
         };
-        let mut image = Self {
-            base: loaded.base,
-            path,
-            range,
-            strings: 0,
-            symbols: 0,
-            gnu_hash: 0,
-            hash: 0,
-            versions: 0,
-            soname: usize::MAX,
-        };
-        let mut at = dynamic;
-        loop {
-            // SAFETY: the dynamic section is an array of pairs that ends with DT_NULL.
-            let (tag, value): (usize, usize) = unsafe { read(at) };
-            match tag {
-                DT_NULL => break,
-                DT_HASH => image.hash = image.place(value),
-                DT_STRTAB => image.strings = image.place(value),
-                DT_SYMTAB => image.symbols = image.place(value),
-                DT_GNU_HASH => image.gnu_hash = image.place(value),
-                DT_VERSYM => image.versions = image.place(value),
-                DT_SONAME => image.soname = value,
-                _ => {}
-            }
-            at = at.wrapping_add(2 * size_of::<usize>());
-        }
-        (image.strings != 0 && image.symbols != 0 && (image.gnu_hash != 0 || image.hash != 0))
-            .then_some(image)
+        Self::from_dynamic(loaded.base, path, range, dynamic)
+    }
+
+    /// Reads the dynamic section at `dynamic`.
+    fn from_dynamic(base: usize, path: &'static CStr, range: (usize, usize), dynamic: usize) -> Option<Self> {
+        let mut image =
+            Self { base, path, range, strings: 0, symbols: 0, gnu_hash: 0, hash: 0, versions: 0, soname: usize::MAX };
+        each_entry(dynamic, &mut |tag, value| match tag {
+            DT_HASH => image.hash = image.place(value),
+            DT_STRTAB => image.strings = image.place(value),
+            DT_SYMTAB => image.symbols = image.place(value),
+            DT_GNU_HASH => image.gnu_hash = image.place(value),
+            DT_VERSYM => image.versions = image.place(value),
+            DT_SONAME => image.soname = value,
+            _ => {}
+        });
+        (image.strings != 0 && image.symbols != 0 && (image.gnu_hash != 0 || image.hash != 0)).then_some(image)
     }
 
     /// An address of the dynamic section: glibc has relocated most of them in place, musl and the vDSO have not.
@@ -191,6 +181,19 @@ impl Image {
             // SAFETY: the table is this image's.
             unsafe { sysv_candidates(self.hash, name, see) }
         }
+    }
+}
+
+/// Shows tag and value of each entry of the dynamic section at `at`.
+fn each_entry(mut at: usize, see: &mut dyn FnMut(usize, usize)) {
+    loop {
+        // SAFETY: the dynamic section is an array of pairs that ends with DT_NULL.
+        let (tag, value): (usize, usize) = unsafe { read(at) };
+        if tag == DT_NULL {
+            return;
+        }
+        see(tag, value);
+        at = at.wrapping_add(2 * size_of::<usize>());
     }
 }
 
@@ -264,6 +267,65 @@ unsafe fn sysv_candidates(table: usize, name: &[u8], see: &mut dyn FnMut(u32) ->
     }
 }
 
+/// `struct r_debug`, by which a debugger finds the loaded images.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Debug {
+    version: i32,
+    first: usize,
+}
+
+/// `struct link_map`: one loaded image, and where the next is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Link {
+    base: usize,
+    name: usize,
+    dynamic: usize,
+    next: usize,
+}
+
+/// The function `name` of the C library, found without calling any: through the list of images that the program's
+/// dynamic section tells a debugger of. The C library and what comes before it in that list is there from the start to
+/// the end, so the list can be walked that far without the loader's lock.
+pub(crate) fn of_the_c_library(name: &[u8]) -> Option<usize> {
+    const AT_PHDR: core::ffi::c_ulong = 3;
+    const AT_PHNUM: core::ffi::c_ulong = 5;
+    let first = sys::auxiliary(AT_PHDR);
+    let program = Loaded {
+        base: 0,
+        name: core::ptr::null(),
+        headers: with_exposed_provenance(first),
+        header_count: u16::try_from(sys::auxiliary(AT_PHNUM)).ok()?,
+    };
+    let find = |kind| headers(&program).iter().find(|header| header.kind == kind).map(|header| header.address);
+    let base = find(PT_PHDR).map_or(0, |address| first.wrapping_sub(address));
+    let mut debug = 0;
+    each_entry(base.wrapping_add(find(PT_DYNAMIC)?), &mut |tag, value| {
+        if tag == DT_DEBUG {
+            debug = value;
+        }
+    });
+    if debug == 0 {
+        return None;
+    }
+    // SAFETY: the loader has put the address of its structure there.
+    let mut at = unsafe { read::<Debug>(debug) }.first;
+    while at != 0 {
+        // SAFETY: the loader's list of images.
+        let link: Link = unsafe { read(at) };
+        // Addresses in the dynamic section are the loader's own, relocated, when they lie behind the base.
+        let range = (link.base, usize::MAX);
+        let image = Image::from_dynamic(link.base, c"", range, link.dynamic)
+            .filter(|image| image.is_called(b"libc.so") || image.is_called(b"libc.musl") || image.is_called(b"ld-musl"));
+        if let Some(image) = image {
+            return image.function(name);
+        }
+        at = link.next;
+    }
+    None
+}
+
 /// The first loaded image for which `is` holds.
 pub(crate) fn find(mut is: impl FnMut(&Image) -> bool) -> Option<Image> {
     let mut found = None;
@@ -321,6 +383,14 @@ mod tests {
             // SAFETY: a search in all images.
             let want = unsafe { dlsym(core::ptr::null_mut(), c_name.as_ptr()) } as usize;
             assert_eq!(next_function(&c_name).unwrap_or(0), want, "{name}");
+        }
+    }
+
+    #[test]
+    fn finds_the_c_library_without_it() {
+        let libc = find(|image| image.is_called(b"libc.so")).unwrap();
+        for name in [b"dl_iterate_phdr".as_slice(), b"getenv", b"no_such_function"] {
+            assert_eq!(of_the_c_library(name), libc.function(name));
         }
     }
 

@@ -64,30 +64,21 @@ pub fn build(folder: &Path, compiler: &str) -> PathBuf {
     let mut source = String::from("#include <string.h>\n");
     // What a test asks: which function was called last.
     source += "const char *stub_called = \"\";\n";
-    for form in forms() {
-        match form.base {
-            "cuGetProcAddress" => {}
-            "cuInit" => {
-                // HK-03: a driver that calls back into exported symbols while it starts.
-                source += "int cuDriverGetVersion(int *v);\nint cuMemGetInfo_v2(unsigned long *f, unsigned long *t);\n\
-                    int cuDeviceTotalMem_v2(unsigned long *b, int d);\nint cuGetProcAddress(const char *n, void **p, int v, unsigned long f);\n\
-                    int cuInit(unsigned f) { int v = 0; unsigned long a = 0, b = 0; void *p = 0; (void)f;\n\
-                    cuDriverGetVersion(&v); cuMemGetInfo_v2(&a, &b); cuDeviceTotalMem_v2(&a, 0);\n\
-                    cuGetProcAddress(\"cuMemAlloc\", &p, 12000, 0); stub_called = \"cuInit\"; return 0; }\n";
-            }
-            "cuDriverGetVersion" => {
-                source += "int cuDriverGetVersion(int *v) { stub_called = \"cuDriverGetVersion\"; *v = 13050; return 0; }\n";
-            }
-            _ => {
-                let name = form.symbol;
-                writeln!(source, "int {name}(void) {{ stub_called = \"{name}\"; return 999; }}").unwrap();
-            }
-        }
+    let plain = |form: &Form| !matches!(form.base, "cuGetProcAddress" | "cuInit" | "cuDriverGetVersion");
+    for Form { symbol, .. } in forms().into_iter().filter(plain) {
+        writeln!(source, "int {symbol}(void) {{ stub_called = \"{symbol}\"; return 999; }}").unwrap();
     }
+    source += "int cuGetProcAddress(const char *n, void **p, int v, unsigned long f);\n\
+        int cuDriverGetVersion(int *v) { stub_called = \"cuDriverGetVersion\"; *v = 13050; return 0; }\n";
+    // HK-03: a driver that calls back into exported symbols while it starts.
+    source += "int cuInit(unsigned f) { int v = 0; unsigned long a = 0, b = 0; void *p = 0; (void)f;\n\
+        cuDriverGetVersion(&v);\n\
+        int (*volatile info)(unsigned long *, unsigned long *) = (void *)cuMemGetInfo_v2; info(&a, &b);\n\
+        int (*volatile total)(unsigned long *, int) = (void *)cuDeviceTotalMem_v2; total(&a, 0);\n\
+        cuGetProcAddress(\"cuMemAlloc\", &p, 12000, 0); stub_called = \"cuInit\"; return 0; }\n";
     // A form of the future, which nothing exports.
     source += "static int future(void) { return 999; }\n";
-    source += "int cuGetProcAddress(const char *n, void **p, int v, unsigned long f);\n\
-        int cuGetProcAddress_v2(const char *n, void **p, int v, unsigned long f, int *s);\n\
+    source += "int cuGetProcAddress_v2(const char *n, void **p, int v, unsigned long f, int *s);\n\
         int cuGetProcAddress_ptsz(const char *n, void **p, int v, unsigned long f) { return cuGetProcAddress(n, p, v, f ? f : 2); }\n\
         int cuGetProcAddress_v2_ptsz(const char *n, void **p, int v, unsigned long f, int *s) { return cuGetProcAddress_v2(n, p, v, f ? f : 2, s); }\n";
     source += "static const struct { const char *base; int per_thread, since; void *function; } forms[] = {\n";
