@@ -25,6 +25,9 @@ const PROPORTIONAL: i64 = 50;
 const MOST: i64 = 1000;
 /// Time that a step may stand for: after a pause there is one step, not many.
 const LONGEST_NS: u64 = 3_000_000_000;
+/// The scale is raised to this many times what the library's own estimate calls for, and no further: where more does not
+/// help (a kernel longer than two seconds of its share), it would only starve the short kernels that come after.
+const HEADROOM: u64 = 4;
 /// How long a container has to be absent before that says something.
 const ABSENT_NS: u64 = 2_000_000_000;
 
@@ -55,6 +58,7 @@ pub struct Steer {
     waits: u64,
     waited_ns: u64,
     elapsed_ns: u64,
+    spent_ns: u64,
 }
 
 impl Default for Steer {
@@ -68,13 +72,39 @@ impl Steer {
     #[must_use]
     pub const fn new(scale: u32) -> Self {
         let scale = if scale < MIN_SCALE { MIN_SCALE } else { scale };
-        Self { scale, error: 0, streak: 0, launched: false, waits: 0, waited_ns: 0, elapsed_ns: 0 }
+        Self {
+            scale,
+            error: 0,
+            streak: 0,
+            launched: false,
+            waits: 0,
+            waited_ns: 0,
+            elapsed_ns: 0,
+            spent_ns: 0,
+        }
     }
 
     /// The scale for the control page.
     #[must_use]
     pub const fn scale(self) -> u32 {
         self.scale
+    }
+
+    /// Enters what the library charged since the last period, before the scale (the word `spent_ns` of the usage file).
+    /// Without it the scale is bounded by [`MAX_SCALE`] alone.
+    #[must_use]
+    pub const fn spent(self, ns: u64) -> Self {
+        Self { spent_ns: self.spent_ns.saturating_add(ns), ..self }
+    }
+
+    /// The largest scale that makes sense where `used_per_mille` of the time since the last judged reading was used.
+    fn ceiling(&self, used_per_mille: u64) -> u64 {
+        let used_ns = u128::from(used_per_mille) * u128::from(self.elapsed_ns) / 1000;
+        if self.spent_ns == 0 {
+            return MAX_SCALE.into();
+        }
+        let ceiling = used_ns * u128::from(HEADROOM * u64::from(SCALE_ONE)) / u128::from(self.spent_ns);
+        u64::try_from(ceiling).unwrap_or(u64::MAX).max(SCALE_ONE.into())
     }
 
     /// One step towards `target_percent`.
@@ -116,8 +146,13 @@ impl Steer {
         let gain = INTEGRAL * (1 + streak);
         let step =
             (gain * error / 1000 * ms / 1000 + PROPORTIONAL * (error - self.error) / 1000).clamp(-most, most);
-        let scale = i64::from(self.scale);
-        let scale = if step >= 0 { scale * (1000 + step) / 1000 } else { scale * 1000 / (1000 - step) };
+        let old = i64::from(self.scale);
+        let scale = if step >= 0 {
+            let ceiling = i64::try_from(self.ceiling(used.unsigned_abs())).unwrap_or(i64::MAX);
+            (old * (1000 + step) / 1000).min(ceiling.max(old))
+        } else {
+            old * 1000 / (1000 - step)
+        };
         let scale = u32::try_from(scale.clamp(MIN_SCALE.into(), MAX_SCALE.into())).unwrap_or(self.scale);
         Self { error, streak, ..Self::new(scale) }
     }

@@ -251,6 +251,18 @@ fn a_kernel_longer_than_two_seconds_of_share_gets_more() {
     assert!((outcomes[0].share - 25.0).abs() <= 3.0, "{:.1}", outcomes[0].share);
 }
 
+/// After kernels too long to be limited, short ones are not starved by the scale that tried.
+#[test]
+fn short_kernels_after_long_ones_get_their_share() {
+    let mut load = process(SYNC, 500 * MS);
+    load.then = Some((30 * S, MS));
+    let mut s = scenario(tenants(&[(10, load)]));
+    s.start_up = 45 * S;
+    let outcomes = run(&s, MEASURE);
+    show("10 %, 500 ms for 30 s, then 1 ms", &s, &outcomes);
+    assert!((outcomes[0].share - 10.0).abs() <= 3.0, "{:.1}", outcomes[0].share);
+}
+
 /// What cannot be limited: a queue built before the first kernel ended.
 #[test]
 fn a_queue_of_long_kernels_runs_out_first() {

@@ -39,12 +39,14 @@ pub struct Process {
     pub size: Size,
     /// A graph of this many such kernels is what is launched; 0 = kernels one by one.
     pub graph: u64,
+    /// After this long the kernels are this long instead.
+    pub then: Option<(u64, u64)>,
     /// At work only in this part of each ten seconds, in percent.
     pub duty: u64,
 }
 
 pub fn process(habit: Habit, kernel: u64) -> Process {
-    Process { habit, kernel, size: Size { blocks: 4096, threads: 256 }, graph: 0, duty: 100 }
+    Process { habit, kernel, size: Size { blocks: 4096, threads: 256 }, graph: 0, then: None, duty: 100 }
 }
 
 #[derive(Clone, Debug)]
@@ -123,6 +125,7 @@ struct Cont {
     waits: u64,
     waited: u64,
     launches: u64,
+    spent: u64,
     last_go: u64,
     starved: u64,
     longest: u64,
@@ -157,6 +160,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             waits: 0,
             waited: 0,
             launches: 0,
+            spent: 0,
             last_go: 0,
             starved: 0,
             longest: 0,
@@ -237,9 +241,9 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                         waited_ns: c.waited,
                         elapsed_ns: now - last_agent,
                     };
-                    c.steer = c.steer.step(scenario.containers[i].percent, &seen);
+                    c.steer = c.steer.spent(c.spent).step(scenario.containers[i].percent, &seen);
                     c.scale = c.steer.scale();
-                    (c.waits, c.waited, c.launches) = (0, 0, 0);
+                    (c.waits, c.waited, c.launches, c.spent) = (0, 0, 0, 0);
                 }
                 last_agent = now;
             }
@@ -255,7 +259,8 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let cont = &mut conts[container];
             let terms = terms(scenario.containers[container].percent, cont.scale);
             let size = plan.size;
-            let handle = 0x7f00_0000_0000 + 64 * p as u64;
+            let later = u64::from(plan.then.is_some_and(|(at, _)| now - zero >= at));
+            let handle = 0x7f00_0000_0000 + 64 * (2 * p as u64 + later);
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
             // The kernels of a graph are not known one by one.
             let guess = || if plan.graph > 0 { MS } else { guess_ns(size, scenario.sms * 2048) };
@@ -277,11 +282,14 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 Admission::Go => {
                     proc.costs.book(&quote);
                     cont.launches += 1;
+                    cont.spent += quote.ns;
                     if let Some(since) = proc.waiting_since.take() {
                         cont.starved = cont.starved.max(now - since.max(cont.last_go));
                     }
                     cont.last_go = now;
-                    let mean = plan.kernel * plan.graph.max(1);
+                    let kernel =
+                        plan.then.filter(|(at, _)| now - zero >= *at).map_or(plan.kernel, |(_, k)| k);
+                    let mean = kernel * plan.graph.max(1);
                     let left = mean * 4 / 5 + random.below(mean * 2 / 5 + 1);
                     cont.longest = cont.longest.max(left);
                     let sample = quote.sample.then_some(key);
