@@ -29,6 +29,12 @@ pub fn built() -> PathBuf {
     PathBuf::from(folder)
 }
 
+/// Where cargo leaves libraries and programs of the workspace.
+pub fn programs() -> PathBuf {
+    let this = std::env::current_exe().unwrap();
+    this.ancestors().nth(2).unwrap().to_owned()
+}
+
 /// The library for a target, e.g. `x86_64`.
 pub fn library_for(architecture: &str) -> PathBuf {
     built().join(format!("{architecture}-unknown-linux-gnu/libvgpu.so"))

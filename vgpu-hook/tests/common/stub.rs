@@ -61,7 +61,7 @@ pub const NVML: &[&str] = &[
 
 /// Writes and compiles both libraries into `folder` with `compiler`; returns the folder.
 pub fn build(folder: &Path, compiler: &str) -> PathBuf {
-    let mut source = String::from("#include <string.h>\n");
+    let mut source = String::from("#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n");
     // What a test asks: which function was called last.
     source += "const char *stub_called = \"\";\n";
     let plain = |form: &Form| !matches!(form.base, "cuGetProcAddress" | "cuInit" | "cuDriverGetVersion");
@@ -89,6 +89,8 @@ pub fn build(folder: &Path, compiler: &str) -> PathBuf {
     source += "};\n\
         static int find(const char *n, void **p, int v, unsigned long f, int *s) {\n\
           int known = 0, best = -1, best_per_thread = -1;\n\
+          const char *log = getenv(\"STUB_LOG\");\n\
+          if (log) { FILE *file = fopen(log, \"a\"); fprintf(file, \"%s %d %lu\\n\", n, v, f); fclose(file); }\n\
           *p = 0;\n\
           if (v > 13050) { if (!strcmp(n, \"cuMemAlloc\") && v >= 14000) { *p = (void *)future; if (s) *s = 0; return 0; } }\n\
           for (int i = 0; i < (int)(sizeof forms / sizeof *forms); i++) {\n\
