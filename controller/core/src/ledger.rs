@@ -363,20 +363,23 @@ impl Ledger {
             return false;
         }
         self.end_unreadable(&seen.uid);
-        let mut fact = seen.clone();
-        if let Some(known) = self.allocations.get(&seen.uid) {
-            fact = AllocationFact {
-                prepared: known.prepared || seen.prepared,
-                init_done: known.init_done || seen.init_done,
-                released: known.released || seen.released,
-                ..known.as_ref().clone()
-            };
-            if fact == **known {
-                return false;
-            }
-        }
+        let known = self.allocations.get(&seen.uid);
         // Only an allocation that was not known yet can be the one that a hold stood for.
-        let new = !self.allocations.contains_key(&seen.uid);
+        let new = known.is_none();
+        let fact = match known {
+            None => seen.clone(),
+            Some(known) => {
+                let (prepared, init_done, released) = (
+                    known.prepared || seen.prepared,
+                    known.init_done || seen.init_done,
+                    known.released || seen.released,
+                );
+                if (prepared, init_done, released) == (known.prepared, known.init_done, known.released) {
+                    return false;
+                }
+                AllocationFact { prepared, init_done, released, ..known.as_ref().clone() }
+            }
+        };
         let held = if new { self.holds.remove(&seen.pod.uid) } else { None };
         let fact = Arc::new(fact);
         self.by_pod.entry(fact.pod.uid.clone()).or_default().insert(fact.uid.clone());
