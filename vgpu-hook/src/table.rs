@@ -169,6 +169,87 @@ pub(crate) fn library_of(symbol: &[u8]) -> Option<Library> {
 mod tests {
     use super::*;
 
+    use std::collections::BTreeMap;
+    use std::vec::Vec;
+
+    /// What the list of all driver functions says: symbol to CUDA version and treatment.
+    fn listed() -> BTreeMap<&'static str, (u32, &'static str)> {
+        include_str!("../tests/driver-functions.txt")
+            .lines()
+            .filter(|line| !line.is_empty() && !line.starts_with('#'))
+            .map(|line| {
+                let mut words = line.split(' ');
+                let symbol = words.next().unwrap();
+                let since = words.next().unwrap().parse().unwrap();
+                (symbol, (since, words.next().unwrap()))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_function_that_takes_memory_or_works_is_in_the_table_or_has_a_reason() {
+        let listed = listed();
+        let reasons: Vec<&str> = include_str!("../tests/driver-functions.txt")
+            .lines()
+            .filter_map(|line| line.strip_prefix("#! "))
+            .map(|line| line.split_once(": ").unwrap().0)
+            .collect();
+        assert!(listed.len() > 680, "{}", listed.len());
+        let mut used = Vec::new();
+        for (&symbol, &(_, what)) in &listed {
+            let hooked = find(symbol.as_bytes()).is_some();
+            assert_eq!(hooked, what == "hooked", "{symbol}: the list says `{what}`");
+            if !matches!(what, "hooked" | "-") {
+                assert!(reasons.contains(&what), "{symbol}: no reason `{what}`");
+                used.push(what);
+            }
+        }
+        for reason in reasons {
+            assert!(used.contains(&reason), "no function is left out because of `{reason}`");
+        }
+    }
+
+    #[test]
+    fn every_row_is_a_function_of_the_driver_with_its_version() {
+        let listed = listed();
+        for row in rows().filter(|row| library_of(row.symbol.as_bytes()) == Some(Library::Cuda)) {
+            let Some(&(since, _)) = listed.get(row.symbol) else {
+                panic!("{}: not a function of cuda.h", row.symbol);
+            };
+            assert_eq!(row.since, since, "{}", row.symbol);
+        }
+    }
+
+    /// A stream flavour or version left out is a hole: whoever asks for it gets the driver's.
+    #[test]
+    fn a_function_is_hooked_in_all_its_forms() {
+        let listed = listed();
+        for (symbol, (_, what)) in &listed {
+            let hooked = listed.iter().any(|(other, (_, others))| {
+                *others == "hooked" && index::base(other.as_bytes()) == index::base(symbol.as_bytes())
+            });
+            assert!(!hooked || *what == "hooked", "{symbol} is left to the driver, other forms of it are not");
+        }
+    }
+
+    #[test]
+    fn forms_of_a_name() {
+        for (name, want) in [
+            ("cuInit", ["cuInit"].as_slice()),
+            (
+                "cuGetProcAddress",
+                &["cuGetProcAddress", "cuGetProcAddress_ptsz", "cuGetProcAddress_v2", "cuGetProcAddress_v2_ptsz"],
+            ),
+            ("cuGetProcAddress_v2", &["cuGetProcAddress_v2", "cuGetProcAddress_v2_ptsz"]),
+            ("cuNoSuch", &[]),
+            ("", &[]),
+        ] {
+            let mut found: Vec<&str> = forms(name.as_bytes()).map(|row| row.symbol).collect();
+            found.sort_unstable();
+            assert_eq!(found, want, "{name}");
+        }
+    }
+
     #[test]
     fn every_row_is_found_by_its_name_and_nothing_else_is() {
         for row in rows() {

@@ -175,8 +175,8 @@ fn form(
     ask: &dyn Fn(&CStr, c_int, CUuint64) -> usize,
 ) -> Option<&'static Row> {
     let exported = |row: &Row| row.real.address() == Ok(given);
-    if table::forms(name).any(exported) {
-        return newest(table::forms(name).filter(|row| exported(row)), version, flags);
+    if let found @ Some(_) = one_of(table::forms(name).filter(|row| exported(row)), version, flags) {
+        return found;
     }
     let answered = |row: &Row| {
         let flavour = if row.per_thread() { PER_THREAD } else { LEGACY };
@@ -187,10 +187,21 @@ fn form(
         CStr::from_bytes_until_nul(&base)
             .is_ok_and(|base| ask(base, row.since.cast_signed(), flavour) == given)
     };
-    if table::forms(name).any(answered) {
-        return newest(table::forms(name).filter(|row| answered(row)), version, flags);
+    if let found @ Some(_) = one_of(table::forms(name).filter(|row| answered(row)), version, flags) {
+        return found;
     }
     if version > NEWEST { None } else { newest(table::forms(name), version, flags) }
+}
+
+/// The form among those that have the address: the only one, or the one that is meant.
+fn one_of(
+    mut forms: impl Iterator<Item = &'static Row> + Clone,
+    version: u32,
+    flags: CUuint64,
+) -> Option<&'static Row> {
+    let all = forms.clone();
+    let first = forms.next()?;
+    if forms.next().is_none() { Some(first) } else { newest(all, version, flags) }
 }
 
 /// Among forms of a name, the newest that a program asking for `version` and this flavour can be meant to get.
@@ -203,4 +214,73 @@ fn newest(
     let mut fitting = forms.filter(|row| row.per_thread() == per_thread && row.since <= version);
     let first = fitting.next()?;
     Some(fitting.fold(first, |best, row| if row.since > best.since { row } else { best }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Addresses of nothing, one for each symbol.
+    fn address(symbol: &str) -> usize {
+        0x1000 + symbol.len() * 0x100 + usize::from(symbol.ends_with('z'))
+    }
+
+    fn found(given: usize, version: u32, flags: CUuint64, ask: &dyn Fn(&CStr, c_int, CUuint64) -> usize) -> &'static str {
+        form(b"cuGetProcAddress", given, version, flags, ask).map_or("none", |row| row.symbol)
+    }
+
+    const NOTHING: fn(&CStr, c_int, CUuint64) -> usize = |_, _, _| 0;
+
+    #[test]
+    fn the_newest_fitting_form_is_meant() {
+        for (version, flags, want) in [
+            (11020, 0, None),
+            (11030, 0, Some("cuGetProcAddress")),
+            (11080, 1, Some("cuGetProcAddress")),
+            (11080, 2, Some("cuGetProcAddress_ptsz")),
+            (12000, 0, Some("cuGetProcAddress_v2")),
+            (13050, 2, Some("cuGetProcAddress_v2_ptsz")),
+        ] {
+            let row = newest(table::forms(b"cuGetProcAddress"), version, flags);
+            assert_eq!(row.map(|row| row.symbol), want, "{version} {flags}");
+        }
+        // A function of one flavour only is the same for all.
+        assert_eq!(newest(table::forms(b"cuInit"), 12000, 2).map(|row| row.symbol), Some("cuInit"));
+    }
+
+    /// The driver is not loaded in this process, so no address is that of an exported symbol.
+    #[test]
+    fn an_address_that_matches_no_export_is_known_by_what_the_driver_answers() {
+        let ask = |name: &CStr, version: c_int, flags: CUuint64| {
+            assert_eq!(name, c"cuGetProcAddress");
+            let symbol = newest(table::forms(name.to_bytes()), version.cast_unsigned(), flags).unwrap().symbol;
+            address(symbol)
+        };
+        for symbol in
+            ["cuGetProcAddress", "cuGetProcAddress_ptsz", "cuGetProcAddress_v2", "cuGetProcAddress_v2_ptsz"]
+        {
+            // Whatever is asked for: the address decides.
+            for (version, flags) in [(11030, 0), (12000, 0), (14000, 2)] {
+                assert_eq!(found(address(symbol), version, flags, &ask), symbol, "{version} {flags}");
+            }
+        }
+    }
+
+    #[test]
+    fn stubs_folded_into_one_are_told_apart_by_version_and_flavour() {
+        let one = |_: &CStr, _: c_int, _: CUuint64| 0x5000;
+        for (version, flags, want) in
+            [(11030, 0, "cuGetProcAddress"), (12000, 1, "cuGetProcAddress_v2"), (12000, 2, "cuGetProcAddress_v2_ptsz")]
+        {
+            assert_eq!(found(0x5000, version, flags, &one), want);
+        }
+    }
+
+    #[test]
+    fn an_address_that_nothing_explains_is_known_by_version_up_to_the_newest() {
+        assert_eq!(found(0x6000, 12080, 0, &NOTHING), "cuGetProcAddress_v2");
+        assert_eq!(found(0x6000, NEWEST, 2, &NOTHING), "cuGetProcAddress_v2_ptsz");
+        assert_eq!(found(0x6000, NEWEST + 10, 0, &NOTHING), "none");
+        assert_eq!(found(0x6000, 11000, 0, &NOTHING), "none");
+    }
 }
