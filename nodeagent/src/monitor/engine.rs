@@ -18,7 +18,7 @@ use crate::monitor::minute::Minute;
 use crate::monitor::page::Page;
 use crate::monitor::processes::{Processes, container_cgroup};
 use crate::monitor::snapshot::{Card, Container, Measured, Snapshot};
-use crate::monitor::target::{Granted, Key, Target, foreign_file};
+use crate::monitor::target::{Granted, Key, Target};
 use crate::monitor::usage::{ContainerUsage, of_foreign, of_ours};
 use crate::nvml::sample::{CardSample, Sample};
 use crate::prepare::files::USAGE_FILE;
@@ -201,8 +201,9 @@ impl Engine {
 
     /// Lets go of containers that are gone, with a last row.
     fn end(&mut self, targets: &[Target], looked: &mut Looked) {
-        let live: BTreeSet<Key> = targets.iter().map(Target::key).collect();
-        let gone: Vec<Key> = self.kept.keys().filter(|key| !live.contains(*key)).cloned().collect();
+        let live: BTreeMap<Key, bool> = targets.iter().map(|t| (t.key(), t.grant.is_some())).collect();
+        let is_gone = |(key, kept): &(&Key, &Kept)| live.get(*key) != Some(&kept.granted.is_some());
+        let gone: Vec<Key> = self.kept.iter().filter(is_gone).map(|(key, _)| key.clone()).collect();
         for key in gone {
             let Some(mut kept) = self.kept.remove(&key) else { continue };
             if let (Some(target), Some(granted)) = (&kept.target, &kept.granted)
@@ -289,12 +290,10 @@ impl Engine {
 
     fn open(&self, target: &Target, folder: Option<&Folder>) -> Result<UsageFile, Unreadable> {
         let folder = folder.ok_or(Unreadable::Missing)?;
-        let below = PathBuf::from(target.folder());
         if target.grant.is_some() {
-            return folder.usage_file(&below.join(USAGE_FILE));
+            return folder.usage_file(&PathBuf::from(target.folder()).join(USAGE_FILE));
         }
-        let path = foreign_file(&self.places.containers.join(&below))?;
-        folder.usage_file(&below.join(path.file_name().unwrap_or_default()))
+        folder.foreign_file(&target.folder())
     }
 
     /// The container's processes; `None` where they are not known.

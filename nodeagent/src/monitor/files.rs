@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use mullion_region::extension::{self, Hot, Slot};
 use mullion_region::hami::{self, Header, Layout, Process, Write};
@@ -92,6 +92,9 @@ pub struct UsageFile {
     inode: (u64, u64),
 }
 
+/// No way out of a folder, and no link.
+const BENEATH: ResolveFlag = ResolveFlag::RESOLVE_BENEATH.union(ResolveFlag::RESOLVE_NO_SYMLINKS);
+
 /// The folder of all containers' folders, held open.
 #[derive(Debug)]
 pub struct Folder(OwnedFd);
@@ -105,15 +108,31 @@ impl Folder {
         Ok(Self(File::open(path)?.into()))
     }
 
+    /// The usage file in the folder `name`, one of HAMi's: the one that is called `*.cache`, as HAMi's monitor finds it.
+    ///
+    /// # Errors
+    /// [`Unreadable`], also when there is none, or more than one.
+    pub fn foreign_file(&self, name: &str) -> Result<UsageFile, Unreadable> {
+        let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        let how = OpenHow::new().flags(flags).resolve(BENEATH);
+        let folder = openat2(&self.0, name, how)?;
+        let mut found = None;
+        for entry in std::fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()))? {
+            let file = PathBuf::from(entry?.file_name());
+            if file.extension().is_some_and(|e| e == "cache") && found.replace(file).is_some() {
+                return Err(Unreadable::Ambiguous);
+            }
+        }
+        Self(folder).usage_file(&found.ok_or(Unreadable::Missing)?)
+    }
+
     /// Opens `name`, a path below, of a plain file. Nothing else is opened: not even looking at a pipe or a device is
     /// without effect.
     ///
     /// # Errors
     /// [`Unreadable`].
     pub fn usage_file(&self, name: &Path) -> Result<UsageFile, Unreadable> {
-        let how = OpenHow::new()
-            .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
-            .resolve(ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS);
+        let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC).resolve(BENEATH);
         let found = File::from(openat2(&self.0, name, how)?);
         let kind = found.metadata()?.file_type();
         if kind.is_symlink() {

@@ -1,13 +1,11 @@
 //! Which containers are looked after: those that were given a slice here, and those that HAMi gave one before us.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 
 use mullion_audit::{AllocationRef, PodRef};
 use mullion_core::facts::ContainerKind;
 use mullion_core::units::{AllocationUid, PodUid};
 
-use crate::monitor::files::Unreadable;
 use crate::monitor::usage::Limit;
 use crate::prepare::{allocation_ref, files};
 use crate::world::World;
@@ -108,19 +106,4 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
     }
     targets.sort_by_cached_key(Target::key);
     targets
-}
-
-/// The usage file in a folder of HAMi's: the one that is called `*.cache`, as HAMi's monitor finds it.
-///
-/// # Errors
-/// [`Unreadable`] when there is none, or more than one.
-pub fn foreign_file(folder: &Path) -> Result<PathBuf, Unreadable> {
-    let mut found = None;
-    for entry in std::fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|e| e == "cache") && found.replace(path).is_some() {
-            return Err(Unreadable::Ambiguous);
-        }
-    }
-    found.ok_or(Unreadable::Missing)
 }

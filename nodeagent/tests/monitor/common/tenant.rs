@@ -1,0 +1,144 @@
+//! A process of a tenant's: this program again, told by lines what to do with a usage file.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use mullion_region::extension;
+use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
+use nix::libc;
+
+const FILE: &str = "MULLION_TEST_TENANT_FILE";
+
+/// What such a process does: lines of words in, a line out for each.
+pub fn run() {
+    let Some(path) = std::env::var_os(FILE) else { return };
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let length = file.metadata().unwrap().len();
+    println!("\nready");
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let number = |place: usize| words[place].parse::<u64>().unwrap();
+        match words[0] {
+            // Takes a slot, as the library does.
+            "claim" => {
+                let lock = libc::flock {
+                    l_type: libc::F_WRLCK as i16,
+                    l_whence: libc::SEEK_SET as i16,
+                    l_start: i64::try_from(extension::LOCK_AT + number(1)).unwrap(),
+                    l_len: 1,
+                    l_pid: 0,
+                };
+                fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)).unwrap();
+            }
+            "put" => file.write_all_at(&number(2).to_le_bytes(), number(1)).unwrap(),
+            "put32" => file.write_all_at(&(number(2) as u32).to_le_bytes(), number(1)).unwrap(),
+            "raise32" => {
+                let mut bytes = [0; 4];
+                file.read_exact_at(&mut bytes, number(1)).unwrap();
+                let raised = u32::from_le_bytes(bytes).max(number(2) as u32);
+                file.write_all_at(&raised.to_le_bytes(), number(1)).unwrap();
+            }
+            // Cuts the file and makes it whole again, punches holes, writes noise: as fast as it can, until killed.
+            "spoil" => {
+                println!("ok");
+                let mut noise = 0x9e37_79b9_7f4a_7c15_u64;
+                loop {
+                    noise = noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let at = noise % length;
+                    match noise >> 61 {
+                        0 => file.set_len(at).unwrap(),
+                        1 | 2 => file.set_len(length).unwrap(),
+                        3 => {
+                            let flags =
+                                FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+                            fallocate(&file, flags, i64::try_from(at).unwrap(), 65_536).unwrap();
+                        }
+                        _ => {
+                            let bytes: Vec<u8> = (0..64_u8).map(|n| n ^ noise.to_le_bytes()[3]).collect();
+                            file.write_all_at(&bytes, at).unwrap();
+                        }
+                    }
+                }
+            }
+            other => panic!("{other}"),
+        }
+        println!("ok");
+    }
+}
+
+/// A tenant's process.
+pub struct Tenant {
+    child: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Tenant {
+    /// Starts one that has the usage file at `path` open.
+    pub fn start(path: &Path) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "tenant_process", "--nocapture"])
+            .env(FILE, path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let orders = child.stdin.take().unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        let mut tenant = Self { child, orders, answers };
+        tenant.hear("ready");
+        tenant
+    }
+
+    fn hear(&mut self, word: &str) {
+        let mut line = String::new();
+        while line.trim() != word {
+            line.clear();
+            assert!(self.answers.read_line(&mut line).unwrap() > 0, "ended");
+        }
+    }
+
+    /// Does something, and has done it when this returns.
+    pub fn order(&mut self, line: &str) {
+        writeln!(self.orders, "{line}").unwrap();
+        self.hear("ok");
+    }
+
+    /// Claims a slot and settles `bytes` on card 0 of it, as the library does.
+    pub fn hold(&mut self, slot: usize, bytes: u64) {
+        let layout = mullion_region::hami::Layout::V1_2;
+        let high = mullion_region::usage::EXTENSION_AT + extension::HIGH_WATER_AT;
+        let attached = mullion_region::usage::EXTENSION_AT + extension::ATTACHED_AT;
+        let words = extension::slot_offset(0, slot).unwrap();
+        let pid = self.pid();
+        self.order(&format!("claim {slot}"));
+        self.order(&format!("put32 {} {pid}", layout.slot_offset(slot).unwrap()));
+        self.order(&format!("put32 {} 1", layout.status(slot, 1).unwrap().offset));
+        self.order(&format!("raise32 {high} {}", slot + 1));
+        self.order(&format!("put {attached} {}", slot + 1));
+        self.order(&format!("put {} {bytes}", words + extension::CLAIMED_AT));
+        self.order(&format!("put {} {bytes}", words + extension::SETTLED_AT));
+    }
+
+    /// Its pid.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// SIGKILL; it is dead when this returns.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Tenant {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

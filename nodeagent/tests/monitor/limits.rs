@@ -1,0 +1,232 @@
+//! Who lives, what he holds, what is held back, and what no account explains.
+
+use mullion_audit::Event;
+use mullion_nodeagent::monitor::engine::Verdict;
+use mullion_region::hami::{Layout, STATUS_FREE, STATUS_RUNNING};
+use mullion_region::{extension, usage};
+
+use crate::common::tenant::Tenant;
+use crate::common::{MIB, Node, S, container, sample};
+
+const GIB: u64 = 1 << 30;
+
+/// Killed processes are gone from the sums with the next look, and from what HAMi's monitor reads; the words that the
+/// container's own processes admit by are left to them.
+#[test]
+fn what_dead_processes_held_is_not_counted_any_more() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let path = node.usage_path("p", "main");
+    let mut tenants: Vec<Tenant> = (0..3).map(|_| Tenant::start(&path)).collect();
+    for (slot, tenant) in tenants.iter_mut().enumerate() {
+        tenant.hold(slot, (slot as u64 + 1) * 100 * MIB);
+    }
+    let pids: Vec<u32> = tenants.iter().map(Tenant::pid).collect();
+    node.processes("p", "main", &pids);
+    let file = node.usage("p", "main");
+    file.count(0, extension::TOTAL_AT, 600 * MIB);
+    file.count(0, extension::PEAK_AT, 600 * MIB);
+
+    let driver =
+        sample(&["GPU-0"], &[("GPU-0", pids[0], 400, 0), ("GPU-0", pids[1], 500, 70)], node.unix_ns() + S);
+    let looked = node.look_after(S, Some(&driver));
+    let seen = container(&looked.snapshot, "p", "main").usage.clone().unwrap();
+    assert_eq!((seen.processes, seen.attached), (3, 3));
+    assert_eq!((seen.cards[0].used, seen.cards[0].peak), (600 * MIB, 600 * MIB));
+    // What HAMi's monitor reads: pids of the host by the kernel's word, memory by ours, the driver's beside it.
+    let v1 = |slot: usize| {
+        let at = usize::try_from(Layout::V1_2.slot_offset(slot).unwrap()).unwrap();
+        let monitored = usize::try_from(Layout::V1_2.monitor_used(slot, 0, 0).unwrap().offset).unwrap();
+        let busy = usize::try_from(Layout::V1_2.sm_util(slot, 0, 0).unwrap().offset).unwrap();
+        let status = usize::try_from(Layout::V1_2.status(slot, 0).unwrap().offset).unwrap();
+        let total = at + 8 + 32;
+        let ints = (file.number(at), file.number(at + 4), file.number(status));
+        (ints, file.word(total), file.word(monitored), file.word(busy))
+    };
+    for (slot, (driver, busy)) in [(400, 0), (500, 70), (0, 0)].into_iter().enumerate() {
+        let pid = i32::try_from(pids[slot]).unwrap();
+        let bytes = (slot as u64 + 1) * 100 * MIB;
+        assert_eq!(v1(slot), ((pid, pid, STATUS_RUNNING), bytes, driver * MIB, busy), "slot {slot}");
+    }
+
+    tenants[1].kill();
+    node.processes("p", "main", &[pids[0], pids[2]]);
+    let looked = node.look(None);
+    let seen = container(&looked.snapshot, "p", "main").usage.clone().unwrap();
+    assert_eq!((seen.processes, seen.cards[0].used), (2, 400 * MIB));
+    assert_eq!(v1(1).0, (0, 0, STATUS_FREE));
+    assert_eq!(v1(1).1, 0);
+    assert_eq!(v1(2).0.2, STATUS_RUNNING, "the others stay");
+    let words = extension::slot_offset(0, 1).unwrap();
+    assert_eq!(
+        file.word(words + extension::SETTLED_AT),
+        200 * MIB,
+        "taken away by the next process that needs room"
+    );
+    assert_eq!(file.word(extension::card_offset(0).unwrap()), 600 * MIB, "T is not the agent's");
+    // The byte was given back: the next process can have the slot.
+    let mut next = Tenant::start(&path);
+    next.hold(1, 50 * MIB);
+    let looked = node.look(None);
+    assert_eq!(container(&looked.snapshot, "p", "main").usage.as_ref().unwrap().cards[0].used, 450 * MIB);
+    assert_eq!(v1(1).0.2, STATUS_RUNNING);
+}
+
+/// A container that starts again has another file, and its counters begin anew.
+#[test]
+fn a_container_that_starts_again_is_another_one() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let file = node.usage("p", "main");
+    file.launch(node.unix_ns());
+    file.count(0, extension::LIMIT_HITS_AT, 7);
+    node.look(None);
+    node.write("p", "main", &crate::common::grant_name("p", "main"), &[("GPU-0", 4096, 30)]);
+    let looked = node.look(None);
+    let seen = container(&looked.snapshot, "p", "main").usage.clone().unwrap();
+    assert_eq!((seen.attached, seen.cards[0].limit_hits), (0, 0));
+    let [Event::UsageMinute { cards, .. }] = looked.rows.as_slice() else { panic!("{:?}", looked.rows) };
+    assert_eq!(cards[0].limit_hits, 7, "what the former one did is not lost");
+}
+
+#[test]
+fn memory_that_no_account_explains_is_told_after_two_looks_and_taken_back_when_it_is_gone() {
+    let mut node = Node::new();
+    node.pod("p", &["main", "other"], &[("GPU-0", 4096, 30)]);
+    let me = std::process::id();
+    for name in ["main", "other"] {
+        node.usage("p", name).attach();
+    }
+    node.processes("p", "main", &[me]);
+    let uid = "allocation-p".into();
+    let own = sample(&["GPU-0"], &[("GPU-0", me, 900, 0)], node.unix_ns());
+    let much = sample(&["GPU-0"], &[("GPU-0", me, 20_000, 0)], node.unix_ns());
+    assert_eq!(node.look(Some(&own)).verdicts[&uid], Verdict::Holds, "a context");
+    let first = node.look(Some(&much));
+    assert!(first.turns.is_empty() && first.verdicts[&uid] == Verdict::Holds, "once proves nothing");
+    assert!(node.look(None).turns.is_empty(), "nor does a driver that does not answer");
+    let second = node.look(Some(&much));
+    let [turn] = second.turns.as_slice() else { panic!("{:?}", second.turns) };
+    let text = turn.bypass.as_ref().unwrap().to_string();
+    assert_eq!(turn.target.container, "main");
+    assert!(text.contains("20000 MiB of card GPU-0") && text.contains("limit of 4096 MiB"), "{text}");
+    let Verdict::Bypassed { message } = &second.verdicts[&uid] else { panic!("{:?}", second.verdicts) };
+    assert!(message.contains("container main"), "{message}");
+    assert!(matches!(
+        second.rows.as_slice(),
+        [Event::LimitBypassed { held_mib: 20_000, accounted_mib: 0, limit_mib: 4096, processes: 1, .. }]
+    ));
+    assert!(container(&second.snapshot, "p", "main").bypassed);
+    assert!(!container(&second.snapshot, "p", "other").bypassed);
+    assert!(node.look(Some(&much)).turns.is_empty(), "told once");
+    node.look(Some(&own));
+    let back = node.look(Some(&own));
+    assert!(matches!(back.turns.as_slice(), [turn] if turn.bypass.is_none()));
+    assert!(matches!(back.rows.as_slice(), [Event::BypassEnded { .. }]));
+    assert_eq!(back.verdicts[&uid], Verdict::Holds);
+}
+
+// MO-10: all of five containers on one card are held to their share, not only some of them.
+#[test]
+fn five_containers_on_a_card_are_all_throttled() {
+    let mut node = Node::new();
+    let pods = ["a", "b", "c", "d", "e"];
+    for pod in pods {
+        node.pod(pod, &["main"], &[("GPU-0", 1024, 10)]);
+        node.usage(pod, "main").put32(usage::UTILIZATION_SWITCH_AT, 0);
+    }
+    let cards = ["GPU-0"];
+    let idle = sample(&cards, &[], 0);
+    let looked = node.look(Some(&idle));
+    for pod in pods {
+        node.usage(pod, "main").launch(node.unix_ns() + S / 2);
+        assert!(!container(&looked.snapshot, pod, "main").throttled, "nobody is at work");
+    }
+    let looked = node.look(Some(&idle));
+    for pod in pods {
+        assert_eq!(node.usage(pod, "main").number(usage::UTILIZATION_SWITCH_AT), 1, "{pod}");
+        assert!(container(&looked.snapshot, pod, "main").throttled, "{pod}");
+    }
+}
+
+// MO-10: the low priority alone is held back, and goes on at most two seconds after the high one stopped.
+#[test]
+fn a_low_priority_waits_for_a_high_one_and_for_nobody_else() {
+    let mut node = Node::new();
+    for (pod, card) in [("high", "GPU-0"), ("low", "GPU-0"), ("away", "GPU-1")] {
+        node.pod(pod, &["main"], &[(card, 1024, 30)]);
+    }
+    node.usage("high", "main").put32(usage::PRIORITY_AT, 0);
+    let driver = sample(&["GPU-0", "GPU-1"], &[], 0);
+    let recent = |node: &Node, pod: &str| node.usage(pod, "main").number(usage::RECENT_KERNEL_AT);
+    for pod in ["high", "low", "away"] {
+        node.usage(pod, "main").launch(node.unix_ns());
+    }
+    let looked = node.look(Some(&driver));
+    assert_eq!((recent(&node, "low"), container(&looked.snapshot, "low", "main").gated), (-1, true));
+    assert!(recent(&node, "high") >= 0 && recent(&node, "away") >= 0);
+    let (closed_since, futex) = (node.unix_ns(), node.page("low", "main").futex);
+    // The high one's last launch.
+    node.usage("high", "main").launch(closed_since);
+    while recent(&node, "low") < 0 {
+        node.look(Some(&driver));
+    }
+    let late = node.unix_ns() - closed_since;
+    assert!(late <= 2 * S, "{late} ns");
+    assert_ne!(node.page("low", "main").futex, futex, "who waits is woken");
+    // A stamp in the future is no launch.
+    node.usage("high", "main").launch(node.unix_ns() + 3600 * S);
+    node.look(Some(&driver));
+    assert!(recent(&node, "low") >= 0);
+}
+
+/// The scale follows what the driver measures; a switch that is off, and a driver that is silent, leave it.
+#[test]
+fn the_pace_is_steered_by_what_the_driver_measures() {
+    let mut node = Node::new();
+    for pod in ["p", "q"] {
+        node.pod(pod, &["main"], &[("GPU-0", 1024, 30)]);
+    }
+    let me = std::process::id();
+    node.processes("p", "main", &[me]);
+    let scale = |node: &Node| node.page("p", "main").devices.iter().next().unwrap().scale.get();
+    let launch = |node: &Node, pods: &[&str]| {
+        for pod in pods {
+            node.usage(pod, "main").launch(node.unix_ns() + S / 2);
+        }
+    };
+    let run = |node: &mut Node, looks: usize, pods: &[&str], driver: bool| {
+        for _ in 0..looks {
+            launch(node, pods);
+            let told = sample(&["GPU-0"], &[("GPU-0", me, 300, 90)], node.unix_ns() + S / 2);
+            node.look(driver.then_some(&told));
+        }
+        scale(node)
+    };
+    let alone = run(&mut node, 10, &["p"], true);
+    assert_eq!(alone, 1 << 16, "alone on its card it runs freely");
+    let shared = run(&mut node, 10, &["p", "q"], true);
+    assert!(shared > alone, "90 % of the time where 30 % are its: {shared}");
+    let page = node.page("p", "main");
+    assert_eq!(page.sequence % 2, 0);
+    assert_eq!(page.heartbeat_ns, 100 * S + node.passed);
+    let silent = run(&mut node, 10, &["p", "q"], false);
+    assert_eq!(silent, shared, "no driver, no step");
+    assert_eq!(node.page("p", "main").heartbeat_ns, 100 * S + node.passed, "but a sign of life");
+    // Another agent goes on from where the page stands.
+    node.engine = mullion_nodeagent::monitor::engine(&node.settings);
+    assert_eq!(run(&mut node, 1, &["p", "q"], false), shared);
+    assert!(run(&mut node, 10, &["p", "q"], true) > shared);
+}
+
+/// Host memory behind a limit: more than the card has is not "more than can be true".
+#[test]
+fn a_limit_above_the_card_is_believed() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 100_000, 30)]);
+    let mut tenant = Tenant::start(&node.usage_path("p", "main"));
+    tenant.hold(0, 90 * GIB);
+    let looked = node.look(Some(&sample(&["GPU-0"], &[], 0)));
+    let seen = container(&looked.snapshot, "p", "main").usage.clone().unwrap();
+    assert_eq!((seen.cards[0].used, seen.capped), (90 * GIB, false));
+}

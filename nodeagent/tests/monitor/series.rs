@@ -1,0 +1,245 @@
+//! What `/metrics` shows, by name, label and unit: `docs/metrics.md` is the schema.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::Path;
+use std::time::Duration;
+
+use mullion_nodeagent::metrics::Metrics;
+
+use mullion_region::extension;
+use mullion_region::hami::Layout;
+
+use crate::common::tenant::Tenant;
+use crate::common::{MIB, Node, S, container, hami, lines, sample, scrape, scrape_all};
+
+// MO-06: a limit is shown from the moment of its promise; that nobody asked for the card yet is a number, no absence.
+#[test]
+fn a_container_that_has_not_touched_its_card_has_all_series() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let text = scrape(node.look(Some(&sample(&["GPU-0"], &[], 0))).snapshot);
+    let of = r#"node="node-a",namespace="team",pod="p-name",container="main""#;
+    for line in [
+        format!("mullion_container_hook_attached{{{of}}} 0"),
+        format!(r#"mullion_container_memory_limit_bytes{{{of},device_uuid="GPU-0"}} {}"#, 4096 * MIB),
+        format!(r#"mullion_container_memory_used_bytes{{{of},device_uuid="GPU-0"}} 0"#),
+        format!(r#"mullion_container_core_limit_percent{{{of},device_uuid="GPU-0"}} 30"#),
+        format!(r#"mullion_container_limit_hits_total{{{of},device_uuid="GPU-0"}} 0"#),
+        // HAMi's labels, in HAMi's order.
+        format!(
+            r#"hami_vgpu_memory_limit_bytes{{zone="vGPU",namespace="team",pod="p-name",container="main",vdevice_index="0",device_uuid="GPU-0"}} {}"#,
+            4096 * MIB
+        ),
+        r#"hami_vgpu_memory_used_bytes{zone="vGPU",namespace="team",pod="p-name",container="main",vdevice_index="0",device_uuid="GPU-0"} 0"#.to_owned(),
+        r#"vGPU_device_memory_usage_in_bytes{zone="vGPU",podnamespace="team",podname="p-name",ctrname="main",vdeviceid="0",deviceuuid="GPU-0"} 0"#.to_owned(),
+        r#"hami_host_gpu_memory_used_bytes{zone="vGPU",node="node-a",device_index="0",device_uuid="GPU-0",device_type="NVIDIA-NVIDIA H100 80GB HBM3"} 1048576000"#.to_owned(),
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line}\nis not in\n{text}");
+    }
+    assert!(lines(&text, "hami_container_last_kernel_elapsed_seconds").is_empty(), "nothing was launched");
+}
+
+// MO-03: two containers of two cards are four series, whatever else lies in the folders.
+#[test]
+fn an_unknown_file_beside_costs_no_series() {
+    let mut node = Node::new();
+    node.pod("p", &["one", "two"], &[("GPU-0", 4096, 30), ("GPU-1", 2048, 30)]);
+    let driver = sample(&["GPU-0", "GPU-1"], &[], 0);
+    let series = |node: &mut Node| {
+        let text = scrape(node.look(Some(&driver)).snapshot);
+        lines(&text, "hami_vgpu_memory_used_bytes").into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let before = series(&mut node);
+    assert_eq!(before.len(), 4);
+    std::fs::create_dir(node.folder("p", "three")).unwrap();
+    std::fs::create_dir(node.settings.containers_dir().join("whatever")).unwrap();
+    std::fs::write(node.folder("p", "one").join("core.1234"), "x").unwrap();
+    std::fs::write(node.settings.containers_dir().join("p_file"), "x").unwrap();
+    assert_eq!(series(&mut node), before);
+}
+
+#[test]
+fn what_a_container_did_is_a_row_each_minute() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let mut tenant = Tenant::start(&node.usage_path("p", "main"));
+    tenant.hold(0, 300 * MIB);
+    let file = node.usage("p", "main");
+    file.launch(node.unix_ns());
+    file.count(0, extension::LIMIT_HITS_AT, 2);
+    file.count(0, extension::PEAK_AT, 900 * MIB);
+    let driver = sample(&["GPU-0"], &[], 0);
+    let mut rows = Vec::new();
+    for _ in 0..200 {
+        rows.extend(node.look(Some(&driver)).rows);
+    }
+    let [mullion_audit::Event::UsageMinute { pod, container: name, cards, .. }] = rows.as_slice() else {
+        panic!("{rows:?}")
+    };
+    assert_eq!((pod.uid.as_str(), name.as_str()), ("p", "main"));
+    assert_eq!((cards[0].peak_mib, cards[0].used_mib, cards[0].limit_hits), (900, 300, 2));
+    assert_eq!(cards[0].first_launch, Some(crate::common::START / S));
+    // The container ends: what it did since is not lost.
+    file.count(0, extension::LIMIT_HITS_AT, 3);
+    let mut rows = node.look(Some(&driver)).rows;
+    node.world.grants.clear();
+    rows.extend(node.look(Some(&driver)).rows);
+    let [mullion_audit::Event::UsageMinute { cards, .. }] = rows.as_slice() else { panic!("{rows:?}") };
+    assert_eq!(cards[0].limit_hits, 1);
+}
+
+/// Everything that can be shown, shown.
+fn everything() -> String {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    node.pod("gone", &["main"], &[("GPU-0", 4096, 30)]);
+    std::fs::remove_file(node.usage_path("gone", "main")).unwrap();
+    node.run("h", &["main"]);
+    hami::folder(&node.folder("h", "main"));
+    hami::write(&node.folder("h", "main").join("x.cache"), Layout::V1_2, "GPU-0", MIB, MIB);
+    let me = std::process::id();
+    node.processes("p", "main", &[me]);
+    node.usage("p", "main").launch(node.unix_ns());
+    let driver = sample(&["GPU-0"], &[("GPU-0", me, 300, 40)], node.unix_ns());
+    let looked = node.look(Some(&driver));
+    assert!(container(&looked.snapshot, "h", "main").limits.is_none());
+    let metrics = Metrics::default();
+    metrics.prepared(Duration::from_millis(2), Some("HookMissing"));
+    metrics.nvml_card_error("nvmlDeviceGetMemoryInfo_v2", "GPU-0");
+    metrics.api_write("events");
+    scrape_all(&metrics, looked.snapshot)
+}
+
+/// Name, kind, labels and help of each metric.
+fn schema(text: &str) -> BTreeMap<String, (String, String, String)> {
+    let mut all: BTreeMap<String, (String, String, String)> = BTreeMap::new();
+    for line in text.lines() {
+        if let Some(rest) = line.strip_prefix("# HELP ") {
+            let (name, help) = rest.split_once(' ').unwrap();
+            all.entry(name.to_owned()).or_default().2 = help.to_owned();
+        } else if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            all.entry(name.to_owned()).or_default().0 = kind.to_owned();
+        } else if !line.starts_with('#') {
+            let end = line.find(['{', ' ']).unwrap();
+            let (name, rest) = line.split_at(end);
+            let stem = ["_total", "_bucket", "_sum", "_count", "_info"]
+                .iter()
+                .find_map(|end| name.strip_suffix(end).filter(|stem| all.contains_key(*stem)))
+                .unwrap_or(name);
+            let labels: Vec<&str> = rest
+                .trim_start_matches('{')
+                .split("\",")
+                .filter_map(|part| part.split_once("=\"").map(|(label, _)| label))
+                .filter(|label| *label != "le")
+                .collect();
+            let labels = if labels.is_empty() { "none".to_owned() } else { labels.join(", ") };
+            let entry = all.get_mut(stem).unwrap();
+            assert!(entry.1.is_empty() || entry.1 == labels, "{name}: {} and {labels}", entry.1);
+            entry.1 = labels;
+        }
+    }
+    all
+}
+
+/// What a name says of its unit.
+fn unit(name: &str) -> &'static str {
+    for (end, unit) in [
+        ("_bytes", "bytes"),
+        ("_seconds", "seconds"),
+        ("_percent", "percent"),
+        ("_ratio", "percent, 0 to 100"),
+        ("_scale", "factor"),
+    ] {
+        if name.ends_with(end) {
+            return unit;
+        }
+    }
+    match name {
+        "HostGPUMemoryUsage" | "Device_memory_desc_of_container" => "bytes",
+        "HostCoreUtilization" | "Device_utilization_desc_of_container" => "percent, 0 to 100",
+        "Device_last_kernel_of_container" => "seconds",
+        "vGPU_device_memory_limit_in_bytes" | "vGPU_device_memory_usage_in_bytes" => "bytes",
+        _ => "number",
+    }
+}
+
+const BEGIN: &str = "<!-- made by nodeagent/tests/monitor/series.rs; UPDATE_GOLDEN=1 writes it anew -->\n";
+const END: &str = "<!-- end -->\n";
+
+// MO-09: names, labels and units are a contract, and the contract is what is shown.
+#[test]
+fn the_schema_is_what_is_shown() {
+    let all = schema(&everything());
+    let mut table =
+        String::from("| metric | kind | unit | labels | what it is |\n| --- | --- | --- | --- | --- |\n");
+    let mut units = BTreeSet::new();
+    for (name, (kind, labels, help)) in &all {
+        assert!(!labels.is_empty(), "{name} is not shown by anything");
+        let shown = match kind.as_str() {
+            "counter" => format!("{name}_total"),
+            "info" => format!("{name}_info"),
+            _ => name.clone(),
+        };
+        units.insert(unit(name));
+        writeln!(
+            table,
+            "| `{shown}` | {kind} | {} | {labels} | {} |",
+            unit(name),
+            help.trim_end_matches('.')
+        )
+        .unwrap();
+        if name.starts_with("mullion_container_") || name.starts_with("mullion_card_") {
+            assert!(labels.starts_with("node"), "{name} names its node: {labels}");
+        } else if !name.starts_with("mullion_") {
+            assert!(labels.starts_with("zone"), "{name} is HAMi's: {labels}");
+        }
+    }
+    assert!(units.len() >= 5);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = text.split_once(BEGIN).unwrap();
+    let (found, after) = rest.split_once(END).unwrap();
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&path, format!("{before}{BEGIN}{table}{END}{after}")).unwrap();
+    } else {
+        assert_eq!(found, table, "docs/metrics.md is not what is shown: UPDATE_GOLDEN=1 writes it anew");
+    }
+}
+
+/// HAMi's part of the schema, as HAMi itself documents it: label for label.
+#[test]
+fn hamis_names_have_hamis_labels() {
+    let all = schema(&everything());
+    let host = "zone, node, device_index, device_uuid, device_type";
+    let container = "zone, namespace, pod, container, vdevice_index, device_uuid";
+    let old_host = "zone, nodeid, deviceidx, deviceuuid, devicetype";
+    let old = "zone, podnamespace, podname, ctrname, vdeviceid, deviceuuid";
+    for (name, labels) in [
+        ("hami_host_gpu_memory_used_bytes", host),
+        ("hami_host_gpu_utilization_ratio", host),
+        ("hami_host_gpu_memory_controller_utilization_ratio", "zone, device_index, device_uuid, device_type"),
+        ("hami_vgpu_memory_used_bytes", container),
+        ("hami_vgpu_memory_limit_bytes", container),
+        ("hami_container_device_memory_bytes", container),
+        ("hami_container_device_utilization_ratio", container),
+        ("hami_container_last_kernel_elapsed_seconds", container),
+        ("hami_vgpu_memory_context_bytes", container),
+        ("hami_vgpu_memory_module_bytes", container),
+        ("hami_vgpu_memory_buffer_bytes", container),
+        ("HostGPUMemoryUsage", old_host),
+        ("HostCoreUtilization", old_host),
+        ("vGPU_device_memory_usage_in_bytes", old),
+        ("vGPU_device_memory_limit_in_bytes", old),
+        ("Device_utilization_desc_of_container", old),
+        ("Device_last_kernel_of_container", old),
+        (
+            "Device_memory_desc_of_container",
+            "zone, podnamespace, podname, ctrname, vdeviceid, deviceuuid, context, module, data, offset",
+        ),
+    ] {
+        assert_eq!(all[name].1, labels, "{name}");
+        assert_eq!(all[name].0, "gauge", "{name}");
+    }
+}
