@@ -27,6 +27,9 @@ impl Code {
     pub(crate) const NOT_SUPPORTED: Self = Self(801);
     pub(crate) const STREAM_CAPTURE_UNSUPPORTED: Self = Self(900);
     pub(crate) const STREAM_CAPTURE_INVALIDATED: Self = Self(901);
+    pub(crate) const STREAM_CAPTURE_UNMATCHED: Self = Self(903);
+    pub(crate) const STREAM_CAPTURE_WRONG_THREAD: Self = Self(908);
+    pub(crate) const GRAPH_EXEC_UPDATE_FAILURE: Self = Self(910);
     pub(crate) const ILLEGAL_STATE: Self = Self(401);
 }
 
@@ -67,6 +70,9 @@ pub(crate) const TEXTS: &[(c_int, &CStr, &CStr)] = &[
         c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
         c"operation failed due to a previous error during capture",
     ),
+    (903, c"CUDA_ERROR_STREAM_CAPTURE_UNMATCHED", c"capture was not initiated in this stream"),
+    (908, c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", c"attempt to terminate a thread-local capture sequence from another thread"),
+    (910, c"CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE", c"the graph update was not performed because it included changes which violated constraints specific to instantiated graph update"),
     (999, c"CUDA_ERROR_UNKNOWN", c"unknown error"),
 ];
 
@@ -134,6 +140,11 @@ impl<T: Copy> Out<T> {
 
     pub(crate) fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
+    }
+
+    /// The argument `count` elements on.
+    pub(crate) fn offset(self, count: usize) -> Self {
+        Self(self.0.wrapping_add(count))
     }
 
     pub(crate) fn address(self) -> u64 {
@@ -207,7 +218,7 @@ pub(crate) struct AllocationProp {
     pub(crate) kind: c_uint,
     pub(crate) handle_types: c_uint,
     pub(crate) location: Location,
-    pub(crate) win32: Opaque,
+    pub(crate) win32: usize,
     pub(crate) flags: [u8; 8],
 }
 
@@ -218,7 +229,7 @@ pub(crate) struct PoolProps {
     pub(crate) kind: c_uint,
     pub(crate) handle_types: c_uint,
     pub(crate) location: Location,
-    pub(crate) win32: Opaque,
+    pub(crate) win32: usize,
     pub(crate) max_size: usize,
     pub(crate) usage: u16,
     pub(crate) reserved: [u8; 54],

@@ -36,7 +36,7 @@ pub(crate) struct Context {
     /// Bytes of the card that it takes, limits included.
     bytes: u64,
     limits: BTreeMap<c_uint, usize>,
-    /// Contexts of green contexts share their primary's memory.
+    /// A green context's.
     pub(crate) green: bool,
     /// Streams and kernels of a green context may use so many.
     pub(crate) sms: u32,
@@ -90,7 +90,9 @@ impl Driver {
         flags: c_uint,
         green: bool,
     ) -> Result<Arc<Cell>, Code> {
-        let bytes = if green { 0 } else { number("FAKE_CUDA_CONTEXT_MIB", 400) << 20 };
+        let (variable, default) =
+            if green { ("FAKE_CUDA_GREEN_CONTEXT_MIB", 32) } else { ("FAKE_CUDA_CONTEXT_MIB", 400) };
+        let bytes = number(variable, default) << 20;
         self.charge(ordinal, bytes)?;
         let handle = self.handle();
         let cell = Arc::new(Cell {
@@ -151,6 +153,11 @@ impl Driver {
 
     fn release_primary(&mut self, on: Device) -> Result<(), Code> {
         let ordinal = self.ordinal(on)?;
+        self.release_primary_of(ordinal)
+    }
+
+    /// Gives up one use of a card's primary context; the last one destroys it.
+    pub(crate) fn release_primary_of(&mut self, ordinal: usize) -> Result<(), Code> {
         let primary = &mut self.primaries[ordinal];
         primary.users = primary.users.checked_sub(1).ok_or(Code::INVALID_CONTEXT)?;
         if primary.users == 0 { self.reset_primary(ordinal) } else { Ok(()) }

@@ -24,7 +24,6 @@ pub(crate) struct Driver {
     pub(crate) node: Node,
     pub(crate) cards: Vec<CardInfo>,
     pub(crate) live: &'static Live,
-    pub(crate) version: i32,
     pub(crate) contexts: HashMap<Handle, Context>,
     /// By ordinal; none while inactive.
     pub(crate) primaries: Vec<crate::context::Primary>,
@@ -57,7 +56,6 @@ impl Driver {
         }
         let count = cards.len();
         let mut driver = Self {
-            version: node.version(),
             node,
             live,
             contexts: HashMap::new(),

@@ -12,15 +12,14 @@ use crate::driver::Driver;
 /// An entry point: how often it was called, and the error that its next calls answer.
 #[derive(Debug)]
 pub(crate) struct Site {
-    pub(crate) name: &'static str,
     calls: AtomicU64,
     /// `(calls left << 32) | code`.
     failure: AtomicU64,
 }
 
 impl Site {
-    pub(crate) const fn new(name: &'static str) -> Self {
-        Self { name, calls: AtomicU64::new(0), failure: AtomicU64::new(0) }
+    pub(crate) const fn new() -> Self {
+        Self { calls: AtomicU64::new(0), failure: AtomicU64::new(0) }
     }
 
     pub(crate) fn calls(&self) -> u64 {

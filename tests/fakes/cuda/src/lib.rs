@@ -1,13 +1,14 @@
 //! A simulated `libcuda.so.1`: the driver of NVIDIA cards for everything that takes memory or time of a card.
 
-#![expect(non_snake_case, non_upper_case_globals, reason = "the names of the C interface")]
-
 mod abi;
+mod array;
+mod capture;
 mod cards;
 mod context;
 mod device;
 mod driver;
 mod export_table;
+mod external;
 mod gate;
 mod graph;
 mod green;
@@ -18,9 +19,11 @@ mod module;
 mod objects;
 mod pool;
 mod recursion;
+mod share;
 mod space;
 mod stream;
 mod stub;
 mod table;
 mod transfer;
 mod truth;
+mod vmm;

@@ -29,8 +29,10 @@ pub(crate) enum Kind {
     Graph,
     /// A reserved range of the virtual memory calls.
     Reserved,
-    /// Somebody else's memory, opened here: IPC, external memory, an imported pool pointer.
+    /// Another process's memory, opened by its IPC handle.
     Opened,
+    /// A buffer of imported external memory.
+    External,
 }
 
 /// What the card gave for it.
@@ -93,7 +95,7 @@ impl Driver {
         }
         let Some(alloc) = self.allocs.get(&address).copied() else { return Err(Code::INVALID_VALUE) };
         match alloc.kind {
-            Kind::Plain | Kind::Managed => {
+            Kind::Plain | Kind::Managed | Kind::External => {
                 // Freeing waits for the kernels that may still use it.
                 let card = self.cards[alloc.ordinal].index;
                 self.live.wait(card, self.live.mark(card));

@@ -3,9 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 
 use crate::abi::{DevicePtr, Handle};
+use crate::array::Array;
+use crate::capture::Capture;
 use crate::driver::Driver;
+use crate::graph::{Exec, GraphMemory, GraphPool, Node};
 use crate::module::{Function, Module};
+use crate::pool::{CardPools, Pool};
 use crate::stream::{Event, Stream};
+use crate::vmm::{Mapping, Physical};
 
 /// Objects by handle.
 #[derive(Debug, Default)]
@@ -14,6 +19,30 @@ pub(crate) struct Objects {
     pub(crate) functions: HashMap<Handle, Function>,
     pub(crate) streams: HashMap<Handle, Stream>,
     pub(crate) events: HashMap<Handle, Event>,
+    pub(crate) captures: HashMap<u64, Capture>,
+    /// Nodes of graphs, in their order.
+    pub(crate) graphs: HashMap<Handle, Vec<Handle>>,
+    pub(crate) nodes: HashMap<Handle, Node>,
+    pub(crate) execs: HashMap<Handle, Exec>,
+    pub(crate) graph_memory: HashMap<DevicePtr, GraphMemory>,
+    /// By ordinal.
+    pub(crate) graph_pools: HashMap<usize, GraphPool>,
+    pub(crate) arrays: HashMap<Handle, Array>,
+    pub(crate) pools: HashMap<Handle, Pool>,
+    /// By ordinal.
+    pub(crate) card_pools: HashMap<usize, CardPools>,
+    pub(crate) physical: HashMap<Handle, Physical>,
+    /// Reserved address ranges and their sizes.
+    pub(crate) reserved: BTreeMap<DevicePtr, u64>,
+    pub(crate) mappings: BTreeMap<DevicePtr, Mapping>,
+    /// Opened IPC memory: exporter and its address, to the local address.
+    pub(crate) opened: HashMap<(u64, DevicePtr), DevicePtr>,
+    /// Openings by local address.
+    pub(crate) opened_users: HashMap<DevicePtr, u32>,
+    /// Sizes of imported external memory.
+    pub(crate) external: HashMap<Handle, u64>,
+    /// SMs of resource descriptions.
+    pub(crate) descriptions: HashMap<Handle, u32>,
     /// Host memory by address: bytes, and whether it was allocated here.
     pub(crate) pinned: BTreeMap<DevicePtr, (u64, bool)>,
 }
@@ -32,6 +61,9 @@ impl Driver {
             // It was in the table a moment ago.
             let _ = self.unload(module);
         }
+        self.free_context_arrays(context);
+        self.objects.opened_users.retain(|address, _| self.allocs.contains_key(address));
+        self.objects.opened.retain(|_, address| self.allocs.contains_key(address));
         self.objects.streams.retain(|_, s| s.context != context);
         self.objects.events.retain(|_, e| e.context != context);
     }

@@ -119,7 +119,7 @@ impl Driver {
         out.put(handle)
     }
 
-    fn record_event(&mut self, event: Handle, stream: Handle) -> Result<(), Code> {
+    pub(crate) fn record_event(&mut self, event: Handle, stream: Handle) -> Result<(), Code> {
         let target = self.target(stream)?;
         let (card, mark) = self.mark(&target);
         let at = fake_state::live::work::now(self.live.region());
@@ -130,6 +130,11 @@ impl Driver {
             event.record = Some(Record { card, mark, at, idle });
         }
         Ok(())
+    }
+
+    fn event(&self, event: Handle) -> Result<(Option<Record>, Option<u64>), Code> {
+        let event = self.objects.events.get(&event).ok_or(Code::INVALID_HANDLE)?;
+        Ok((event.record, event.capture))
     }
 
     /// When a recorded event happened; none while it did not.
@@ -221,10 +226,10 @@ open_entry! {
 
     fn cuEventSynchronize(event: Handle) {
         wait(|driver| {
-            let event = driver.objects.events.get(&event).ok_or(Code::INVALID_HANDLE)?;
-            driver.refuse_on(event.capture)?;
+            let (record, capture) = driver.event(event)?;
+            driver.refuse_on(capture)?;
             // An event that was never recorded is done.
-            Ok(event.record.map_or((0, 0), |r| (r.card, r.mark)))
+            Ok(record.map_or((0, 0), |r| (r.card, r.mark)))
         })
     }
 
@@ -280,9 +285,9 @@ entry! {
     }
 
     fn cuEventQuery(event: Handle) |driver| {
-        let event = driver.objects.events.get(&event).ok_or(Code::INVALID_HANDLE)?;
-        driver.refuse_on(event.capture)?;
-        match event.record {
+        let (record, capture) = driver.event(event)?;
+        driver.refuse_on(capture)?;
+        match record {
             Some(r) if !driver.live.is_done(r.card, r.mark) => Err(Code::NOT_READY),
             _ => Ok(()),
         }

@@ -8,7 +8,10 @@
 #![expect(unsafe_code, reason = "exports entry points under their C names")]
 
 use crate::gate::Site;
-use crate::{context, device, init, launch, memory, module, stream, transfer};
+use crate::{
+    array, capture, context, device, external, graph, green, init, launch, memory, module, pool, stream,
+    transfer, vmm,
+};
 
 /// What stream 0 means to a symbol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +55,9 @@ macro_rules! refusal {
 macro_rules! table {
     ($($module:ident $symbol:ident $name:literal $version:literal $flavour:ident;)*) => {
         /// Counters and injected errors by symbol.
+        #[expect(non_upper_case_globals, reason = "named as the symbols")]
         pub(crate) mod site {
-            $(pub(crate) static $symbol: super::Site = super::Site::new(stringify!($symbol));)*
+            $(pub(crate) static $symbol: super::Site = super::Site::new();)*
         }
 
         /// What this driver knows by name only.
@@ -77,7 +81,7 @@ macro_rules! table {
                 symbol: "cuGraphInstantiateWithFlags",
                 version: 12000,
                 flavour: Flavour::Legacy,
-                address: Address(crate::table::unsupported::cuGraphInstantiateWithFlags as *const ()),
+                address: Address(crate::table::graph::cuGraphInstantiateWithFlags as *const ()),
                 site: &site::cuGraphInstantiateWithFlags,
             },
         ];
