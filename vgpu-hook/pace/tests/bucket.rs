@@ -87,6 +87,25 @@ fn a_clock_that_goes_back_costs_two_seconds_at_most() {
 }
 
 #[test]
+fn a_past_clock_admits_only_what_the_present_would() {
+    let word = AtomicU64::new(NOW - 10 * MS);
+    let bucket = Bucket::over(&word);
+    assert!(bucket.admit_at_past(NOW - 5 * MS, MS, terms(50)));
+    assert_eq!(word.load(Relaxed), NOW - 8 * MS);
+    // Further ahead than the past allows: nothing is charged, and nothing cut, for that word may be another process's.
+    for found in [NOW - 4 * MS, NOW + MS, u64::MAX] {
+        word.store(found, Relaxed);
+        assert!(!bucket.admit_at_past(NOW - 5 * MS, MS, terms(50)));
+        assert_eq!(word.load(Relaxed), found);
+    }
+    // However old the clock is: one burst, and then the present is asked.
+    word.store(0, Relaxed);
+    let launches = (0..1000).take_while(|_| bucket.admit_at_past(NOW / 2, MS, terms(50))).count();
+    assert_eq!(launches, 26);
+    assert!(!bucket.admit_at_past(NOW, MS, Terms { rate: 0, ..terms(50) }), "no limit is not its business");
+}
+
+#[test]
 fn charge_and_refund_move_the_word_within_its_bounds() {
     let word = AtomicU64::new(NOW);
     let bucket = Bucket::over(&word);
