@@ -191,6 +191,17 @@ fn is_bound_to_its_own_functions() {
     }
 }
 
+/// The line that a panic would leave on stderr is not there, because the compiler found no way to it.
+#[test]
+#[ignore = "needs the built library"]
+fn no_panic_can_be_reached() {
+    const LINE: &[u8] = b"a panic was reached";
+    for library in libraries() {
+        let found = library.bytes.windows(LINE.len()).any(|bytes| bytes == LINE);
+        assert!(!found, "{}: find it with `objdump -dC`: calls of core::panicking", library.architecture);
+    }
+}
+
 #[test]
 #[ignore = "needs the built library"]
 fn is_small_and_stripped() {

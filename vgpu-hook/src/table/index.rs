@@ -96,39 +96,28 @@ pub(super) fn forms(wanted: &[u8]) -> impl Iterator<Item = (usize, usize)> + Clo
 
 /// Whether the name has a per-thread default stream's suffix.
 pub(super) fn is_per_thread(symbol: &str) -> bool {
-    symbol.ends_with("_ptds") || symbol.ends_with("_ptsz")
-}
-
-/// Length of `name` without `suffix`, if it has it.
-const fn without(name: &[u8], suffix: &[u8]) -> usize {
-    if name.len() <= suffix.len() {
-        return name.len();
-    }
-    let mut i = 0;
-    while i < suffix.len() {
-        if name[name.len() - suffix.len() + i] != suffix[i] {
-            return name.len();
-        }
-        i += 1;
-    }
-    name.len() - suffix.len()
+    without_flavour(symbol.as_bytes()).len() < symbol.len()
 }
 
 /// A symbol without stream flavour.
 pub(super) const fn without_flavour(symbol: &[u8]) -> &[u8] {
-    let (plain, _) = symbol.split_at(without(symbol, b"_ptds"));
-    plain.split_at(without(plain, b"_ptsz")).0
+    match symbol {
+        [plain @ .., b'_', b'p', b't', b'd', b's'] | [plain @ .., b'_', b'p', b't', b's', b'z'] => plain,
+        _ => symbol,
+    }
 }
 
 /// A symbol without stream flavour and version: `cuMemcpyHtoD_v2_ptds` is `cuMemcpyHtoD`.
 pub(super) const fn base(symbol: &[u8]) -> &[u8] {
     let plain = without_flavour(symbol);
-    let mut end = plain.len();
-    while end > 0 && plain[end - 1].is_ascii_digit() {
-        end -= 1;
+    let mut rest = plain;
+    while let [before @ .., b'0'..=b'9'] = rest {
+        rest = before;
     }
-    let versioned = end < plain.len() && end > 2 && plain[end - 1] == b'v' && plain[end - 2] == b'_';
-    plain.split_at(if versioned { end - 2 } else { plain.len() }).0
+    match rest {
+        [name @ .., b'_', b'v'] if rest.len() < plain.len() && !name.is_empty() => name,
+        _ => plain,
+    }
 }
 
 #[cfg(test)]
