@@ -6,7 +6,8 @@ use core::sync::atomic::{AtomicU32, AtomicU64};
 /// One launch in this many is measured once a function is known, if it is short. Of those that take a millisecond one in
 /// eight is, and each that takes ten: there are few of them, and the two events cost nothing beside them.
 pub const SAMPLE_EVERY: u32 = 64;
-/// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch.
+/// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch once
+/// the measured one runs.
 pub const UNKNOWN_NS: u64 = 1_000_000;
 /// Launches of one unmeasured function after which the next has to wait [`AHEAD_NS`](crate::AHEAD_NS) at a share of
 /// 50 %: 1 + 2 + 4 + ... ms reach a second with the tenth. The queue that a tenant can build before its kernel is known
@@ -97,6 +98,17 @@ impl Key {
     }
 }
 
+/// How far the first measurement of a key has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// None is under way: the launch before could not be measured.
+    None,
+    /// It waits for its turn in its stream, which may take as long as the program likes.
+    Queued,
+    /// It has been on the card for this many ns.
+    Running(u64),
+}
+
 /// What the next launch of a key costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quote {
@@ -174,18 +186,19 @@ impl Costs {
         Self { entries: [const { Entry::new() }; ENTRIES] }
     }
 
-    /// What a launch of `key` costs. `guess_ns` is asked for only where nothing was measured; `measurable` says that
-    /// the launch can be measured; `running_ns` how long the first measurement of the key has been on the card.
+    /// What a launch of `key` costs. `guess_ns` and `progress` are asked for only where nothing was measured; `measurable`
+    /// says that the launch can be measured.
     ///
-    /// While the first measurement is under way the price doubles with every launch, for a queue cannot be taken back:
-    /// see [`BURST_LAUNCHES`]. The measurement settles the account ([`Costs::measured`]).
+    /// While the first measured launch runs the price doubles with every further one, for a queue cannot be taken back:
+    /// see [`BURST_LAUNCHES`]. The measurement settles the account ([`Costs::measured`]). Several of the first launches
+    /// are measured, for the first may wait in its stream for what the others do in theirs.
     #[inline]
     pub fn quote(
         &self,
         key: Key,
         measurable: bool,
         guess_ns: impl FnOnce() -> u64,
-        running_ns: impl FnOnce() -> u64,
+        progress: impl FnOnce() -> Progress,
     ) -> Quote {
         let Some(index) = self.find(key) else {
             return Quote { ns: guess_ns(), sample: false, known: false, index: None };
@@ -206,10 +219,13 @@ impl Costs {
         if !measurable {
             return Quote { ns: guess_ns(), sample: false, known: false, index: Some(index) };
         }
-        let unknown = UNKNOWN_NS << seen.min(BURST_LAUNCHES);
-        // A first sample may have found no free event: try again now and then.
-        let sample = seen.is_multiple_of(8);
-        let ns = unknown.max(guess_ns()).max(running_ns());
+        let guess = guess_ns();
+        let ns = match progress() {
+            Progress::None if seen > 0 => guess,
+            Progress::None | Progress::Queued => guess.max(UNKNOWN_NS),
+            Progress::Running(ns) => guess.max(UNKNOWN_NS << seen.min(BURST_LAUNCHES)).max(ns),
+        };
+        let sample = seen == 0 || seen.is_power_of_two();
         Quote { ns, sample, known: false, index: Some(index) }
     }
 

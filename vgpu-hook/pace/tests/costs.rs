@@ -1,8 +1,8 @@
 //! The table of costs, NVML's samples and single steps of the loop.
 
 use mullion_pace::{
-    Correction, Costs, Key, MAX_SCALE, MIN_SCALE, Meter, Observation, Reading, SAMPLE_EVERY, SCALE_ONE, Size,
-    Steer, UNKNOWN_NS, guess_ns,
+    Correction, Costs, Key, MAX_SCALE, MIN_SCALE, Meter, Observation, Progress, Reading, SAMPLE_EVERY,
+    SCALE_ONE, Size, Steer, UNKNOWN_NS, guess_ns,
 };
 use proptest::prelude::*;
 
@@ -48,30 +48,47 @@ fn sizes_of_one_function_are_measured_apart() {
 fn an_unmeasured_function_gets_dearer_with_every_launch() {
     let costs = Costs::new();
     let mut charged = 0;
-    for (n, want) in [UNKNOWN_NS, 2 * UNKNOWN_NS, 4 * UNKNOWN_NS, 8 * UNKNOWN_NS].into_iter().enumerate() {
-        let quote = costs.quote(key(1), true, || 10_000, || 0);
-        assert_eq!((quote.ns, quote.sample, quote.known), (want, n == 0, false));
+    for n in 0..5 {
+        let progress = if n == 0 { Progress::None } else { Progress::Running(0) };
+        let quote = costs.quote(key(1), true, || 10_000, || progress);
+        // The first, second, third and fifth are measured.
+        assert_eq!((quote.ns, quote.sample, quote.known), (UNKNOWN_NS << n, n != 3, false));
         charged += quote.ns;
         costs.book(&quote);
     }
     // Seen to run for longer than that, or guessed to.
-    assert_eq!(costs.quote(key(1), true, || 10_000, || 400 * MS).ns, 400 * MS);
-    assert_eq!(costs.quote(key(1), true, || 700 * MS, || 0).ns, 700 * MS);
-    // The measurement settles all four.
-    assert_eq!(costs.measured(key(1), 5_000), Correction::Refund(charged - 4 * 5_000));
+    assert_eq!(costs.quote(key(1), true, || 10_000, || Progress::Running(400 * MS)).ns, 400 * MS);
+    assert_eq!(costs.quote(key(1), true, || 700 * MS, || Progress::Running(0)).ns, 700 * MS);
+    // The measurement settles all five.
+    assert_eq!(costs.measured(key(1), 5_000), Correction::Refund(charged - 5 * 5_000));
     assert_eq!(costs.measured(key(1), 9_000), Correction::None);
     assert_eq!(costs.known_ns(key(1)), Some(6_000), "a later one counts a quarter");
-    let _ = costs.quote(key(2), true, || 0, || 0);
-    let quote = costs.quote(key(2), true, || 0, || 0);
+    let quote = costs.quote(key(2), true, || 0, || Progress::None);
     costs.book(&quote);
     assert_eq!(costs.measured(key(2), 500 * MS), Correction::Charge(500 * MS - UNKNOWN_NS));
+}
+
+/// A stream may wait for the program itself, which launches on meanwhile: that must not get dearer and dearer.
+#[test]
+fn a_measurement_that_waits_in_its_stream_or_fails_does_not_stop_the_others() {
+    for (case, progress, want) in
+        [("queued", Progress::Queued, UNKNOWN_NS), ("events fail", Progress::None, 10_000)]
+    {
+        let costs = Costs::new();
+        costs.book(&costs.quote(key(1), true, || 10_000, || Progress::None));
+        for _ in 0..1000 {
+            let quote = costs.quote(key(1), true, || 10_000, || progress);
+            assert_eq!(quote.ns, want, "{case}");
+            costs.book(&quote);
+        }
+    }
 }
 
 #[test]
 fn what_cannot_be_measured_is_charged_by_its_guess() {
     let costs = Costs::new();
     for _ in 0..20 {
-        let quote = costs.quote(key(3), false, || 12_345, || 0);
+        let quote = costs.quote(key(3), false, || 12_345, || Progress::None);
         assert_eq!((quote.ns, quote.sample), (12_345, false));
         costs.book(&quote);
     }
@@ -84,7 +101,7 @@ fn short_launches_are_measured_seldom_and_long_ones_each() {
         let _ = costs.measured(key(4), cost);
         let samples = (0..640)
             .filter(|_| {
-                let quote = costs.quote(key(4), true, || 0, || 0);
+                let quote = costs.quote(key(4), true, || 0, || Progress::None);
                 costs.book(&quote);
                 assert!(quote.known && quote.ns == cost);
                 quote.sample
@@ -104,7 +121,7 @@ fn a_full_table_guesses() {
     assert!((900..=1024).contains(&known), "{known}");
     // The first ones are still there, the last ones are guessed.
     assert_eq!(costs.known_ns(key(0)), Some(1_000));
-    let quote = costs.quote(key(4_999), true, || 777, || 0);
+    let quote = costs.quote(key(4_999), true, || 777, || Progress::None);
     assert!((quote.ns, quote.sample) == (777, false) || costs.known_ns(key(4_999)).is_some());
     costs.book(&quote);
 }

@@ -164,7 +164,7 @@ fn samples_stale_missing_absent_or_short() {
         ("windows of 1/6 s", Nvml { window: S / 6, ..PLAIN }),
         ("up to 9 s late", Nvml { late: 9 * S, ..PLAIN }),
         ("every other call fails", Nvml { missing: Some(2), ..PLAIN }),
-        ("one sample in twenty not listed", Nvml { absent: Some(20), window: S / 6, ..PLAIN }),
+        ("one sample in forty not listed", Nvml { absent: Some(40), window: S / 6, ..PLAIN }),
     ];
     for (name, nvml) in cases {
         let mut s = scenario(load());
@@ -261,6 +261,16 @@ fn short_kernels_after_long_ones_get_their_share() {
     let outcomes = run(&s, MEASURE);
     show("10 %, 500 ms for 30 s, then 1 ms", &s, &outcomes);
     assert!((outcomes[0].share - 10.0).abs() <= 3.0, "{:.1}", outcomes[0].share);
+}
+
+/// What cannot be seen: NVML gives whole percent and lists no process below one. The container gets less than a point more
+/// for each process, until they are seen.
+#[test]
+fn many_processes_of_less_than_a_percent_each_get_up_to_a_percent_each() {
+    let s = scenario(vec![Container { percent: 5, processes: vec![process(SYNC, 200 * US); 8] }]);
+    let outcomes = run(&s, MEASURE);
+    show("8 processes, 5 %", &s, &outcomes);
+    assert!(outcomes[0].share >= 4.0 && outcomes[0].share <= 13.0, "{:.1}", outcomes[0].share);
 }
 
 /// What cannot be limited: a queue built before the first kernel ended.

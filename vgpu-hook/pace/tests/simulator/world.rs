@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::atomic::AtomicU64;
 
 use mullion_pace::{
-    Admission, Bucket, Correction, Costs, Key, Meter, Observation, Reading, SCALE_ONE, SLICE_NS, Size, Steer,
-    Terms, guess_ns,
+    Admission, Bucket, Correction, Costs, Key, Meter, Observation, Progress, Reading, SCALE_ONE, SLICE_NS,
+    Size, Steer, Terms, guess_ns,
 };
 
 use crate::card::{Card, Kernel};
@@ -264,8 +264,13 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
             // The kernels of a graph are not known one by one.
             let guess = || if plan.graph > 0 { MS } else { guess_ns(size, scenario.sms * 2048) };
-            let running = proc.flying.get(&key.get()).map_or(0, |since| now - since);
-            let quote = proc.costs.quote(key, scenario.events, guess, || running);
+            let mut measuring = card.queues[p].iter().filter(|k| k.sample == Some(key));
+            let progress = || match measuring.next() {
+                None => Progress::None,
+                Some(Kernel { started: None, .. }) => Progress::Queued,
+                Some(Kernel { started: Some(at), .. }) => Progress::Running(now - at),
+            };
+            let quote = proc.costs.quote(key, scenario.events, guess, progress);
             let coarse = now / TICK * TICK;
             match Bucket::over(&cont.tat).admit(coarse, quote.ns, terms) {
                 Admission::Wait(ns) => {
