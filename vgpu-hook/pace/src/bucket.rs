@@ -41,7 +41,8 @@ impl Terms {
     fn price(&self, cost_ns: u64) -> u64 {
         let scale = if self.scale == 0 { 1 } else { self.scale };
         let weighted = ((min(cost_ns, AHEAD_NS) * u64::from(scale)) >> 16).clamp(1, AHEAD_NS);
-        min(weighted * WHOLE_CARD / self.rate, 2 * AHEAD_NS)
+        // Rate 0 is no limit and does not come here; said so that no division can fail.
+        min((weighted * WHOLE_CARD).checked_div(self.rate).unwrap_or(0), 2 * AHEAD_NS)
     }
 
     #[inline]

@@ -20,7 +20,7 @@ const TICK: u64 = 4 * MS;
 /// A sleeper wakes this much late.
 const SLACK: u64 = 60 * US;
 /// The agent's period.
-pub const PERIOD: u64 = 500 * MS;
+pub const PERIOD: u64 = 900 * MS;
 const BURST: u64 = 50 * MS;
 
 #[derive(Clone, Copy, Debug)]
