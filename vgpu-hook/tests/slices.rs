@@ -1,0 +1,230 @@
+//! Programs of the driver API and of NVML over the fake driver: each sees its slice, and loses nothing else.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{compile, library, library_for, pairs, program, run};
+use fake_state::{STATE_ENV, Store, profile};
+use tempfile::TempDir;
+
+const GIB: u64 = 1 << 30;
+const CHUNK: u64 = 64 << 20;
+
+/// A folder with the fake drivers under their names, a node's cards, and a usage file to be.
+struct Place {
+    folder: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        // In memory: on an overlay file system, which may be under /tmp, a lock has to be kept by a descriptor.
+        let folder = TempDir::new_in("/dev/shm").unwrap();
+        let built = common::programs();
+        for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
+            let file = built.join(file);
+            assert!(file.exists(), "no {}: `cargo build -p fake-cuda -p fake-nvml`", file.display());
+            std::os::unix::fs::symlink(file, folder.path().join(name)).unwrap();
+        }
+        let state = profile::node("h100x2", "node-a").unwrap();
+        Store::create(folder.path().join("node.json"), &state).unwrap();
+        Self { folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn build(&self, name: &str) -> PathBuf {
+        let into = self.path(name);
+        compile("gcc", &[&program(&format!("{name}.c"))], &into, &["-Wno-strict-prototypes"]);
+        into
+    }
+
+    /// The program with cards, and the library with a limit in GiB.
+    fn limited(&self, program: &Path, limit: Option<u64>) -> Command {
+        let mut command = Command::new(program);
+        command.env_clear().env("LD_LIBRARY_PATH", self.folder.path()).env(STATE_ENV, self.path("node.json"));
+        if let Some(limit) = limit {
+            command
+                .env("LD_PRELOAD", library())
+                .env("CUDA_DEVICE_MEMORY_LIMIT", format!("{limit}g"))
+                .env("CUDA_DEVICE_MEMORY_SHARED_CACHE", self.path("usage.cache"));
+        }
+        command
+    }
+}
+
+fn number(told: &BTreeMap<&str, &str>, key: &str) -> u64 {
+    told.get(key).unwrap_or_else(|| panic!("no {key}: {told:?}")).parse().unwrap_or_else(|_| panic!("{key}: {told:?}"))
+}
+
+fn filled(text: &str, limit: u64) {
+    let told = pairs(text);
+    for key in ["init", "device", "whole", "retain", "current", "info-empty", "info-full", "info-again"] {
+        assert_eq!(told.get(key), Some(&"0"), "{key}: {text}");
+    }
+    for key in ["size", "total-empty", "total-full", "total-again"] {
+        assert_eq!(number(&told, key), limit, "{key}: {text}");
+    }
+    assert!(number(&told, "chunks") > 0 && number(&told, "last") == 2, "{text}");
+    let (empty, full) = (number(&told, "used-empty"), number(&told, "used-full"));
+    assert_eq!(full, empty + number(&told, "chunks") * CHUNK, "{text}");
+    assert!(full <= limit && full + CHUNK > limit, "{text}");
+    assert_eq!(number(&told, "used-again"), empty, "{text}");
+    assert!(!told.contains_key("free"), "{text}");
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_program_gets_exactly_its_slice() {
+    let place = Place::new();
+    let allocate = place.build("allocate");
+    let run_it = |limit| run(place.limited(&allocate, limit).arg(CHUNK.to_string())).quiet();
+    filled(&run_it(Some(2)), 2 * GIB);
+    // Nothing is left of the first: the second gets as much.
+    filled(&run_it(Some(2)), 2 * GIB);
+    let whole = run_it(None);
+    assert!(number(&pairs(&whole), "size") > 70 * GIB, "{whole}");
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn the_process_is_left_as_it_is_under_a_limit() {
+    let place = Place::new();
+    let hygiene = place.build("hygiene");
+    let text = run(&mut place.limited(&hygiene, Some(2))).quiet();
+    let state = |when: &str| text.lines().find_map(|line| line.strip_prefix(when)).unwrap().to_owned();
+    // The fake driver may start threads and open files of its own, so what it does without the library is the measure.
+    let without = run(&mut place.limited(&hygiene, None)).quiet();
+    let without_after = without.lines().find_map(|line| line.strip_prefix("after ")).unwrap();
+    let words = |line: &str| {
+        line.split(' ').filter(|word| !word.starts_with("variables=")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(words(&state("after ")), words(without_after), "{text}");
+    let variables = |line: &str| line.split(' ').find(|word| word.starts_with("variables=")).unwrap().to_owned();
+    assert_eq!(variables(&state("before ")), variables(&state("after ")));
+    assert!(text.contains("errno 77 77\nresult 0\n"), "{text}");
+}
+
+// HK-07
+#[test]
+#[ignore = "needs the built library"]
+fn nvml_and_the_driver_agree() {
+    let place = Place::new();
+    let (allocate, nvml) = (place.build("allocate"), place.build("nvml"));
+    // A neighbour on the same card, in no container of ours.
+    let mut neighbour = holding(place.limited(&allocate, None).arg((8 * GIB).to_string()).arg("hold"));
+    let mut first = holding(place.limited(&allocate, Some(2)).arg(CHUNK.to_string()).arg("hold"));
+    let used = number(&pairs(&first.text), "used-full");
+
+    let text = run(&mut place.limited(&nvml, Some(2))).quiet();
+    let told = pairs(&text);
+    for key in ["init", "handle", "memory", "memory-v2", "list", "graphics"] {
+        assert_eq!(told.get(key), Some(&"0"), "{key}: {text}");
+    }
+    for (key, want) in [
+        ("total", 2 * GIB),
+        ("used", used),
+        ("free", 2 * GIB - used),
+        ("total-v2", 2 * GIB),
+        ("used-v2", used),
+        ("free-v2", 2 * GIB - used),
+        ("reserved-v2", 0),
+        // NVML's own: version mismatch, an argument that is not valid, a size that does not suffice.
+        ("wrong-version", 25),
+        ("no-memory", 2),
+        ("ask", 7),
+        ("count", 1),
+        ("no-count", 2),
+        ("graphics-count", 0),
+    ] {
+        assert_eq!(number(&told, key), want, "{key}: {text}");
+    }
+    assert_eq!(number(&told, &format!("process-{}", first.id())), used, "{text}");
+
+    first.end();
+    let text = run(&mut place.limited(&nvml, Some(2))).quiet();
+    let told = pairs(&text);
+    assert_eq!((number(&told, "count"), number(&told, "used"), number(&told, "ask")), (0, 0, 0), "{text}");
+    neighbour.end();
+}
+
+/// A program that holds memory until it is told to end.
+struct Holding {
+    child: std::process::Child,
+    text: String,
+}
+
+impl Holding {
+    fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn end(&mut self) {
+        drop(self.child.stdin.take());
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn holding(command: &mut Command) -> Holding {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut text = String::new();
+    loop {
+        let Some(line) = lines.next() else { panic!("it ended: {text}") };
+        let line = line.unwrap();
+        if line == "holding" {
+            break;
+        }
+        text += &line;
+        text.push('\n');
+    }
+    // The rest is read so that the program does not end by a closed pipe.
+    std::thread::spawn(move || for _line in lines {});
+    let mut stdin = child.stdin.take().unwrap();
+    stdin.write_all(b"\n").unwrap();
+    child.stdin = Some(stdin);
+    Holding { child, text }
+}
+
+/// aarch64 under emulation, over the fake driver for it.
+#[test]
+#[ignore = "needs the built library"]
+fn aarch64_gets_exactly_its_slice() {
+    let Some(driver) = std::env::var_os("MULLION_FAKE_CUDA_AARCH64") else {
+        assert!(
+            std::env::var_os("MULLION_HOOK_WITHOUT_AARCH64").is_some(),
+            "MULLION_FAKE_CUDA_AARCH64 names the fake driver for aarch64: run `tests/run hook`"
+        );
+        eprintln!("the library for aarch64 was not built: not tested");
+        return;
+    };
+    let place = Place::new();
+    let folder = TempDir::new_in("/dev/shm").unwrap();
+    std::os::unix::fs::symlink(driver, folder.path().join("libcuda.so.1")).unwrap();
+    let allocate = folder.path().join("allocate");
+    compile("aarch64-linux-gnu-gcc", &[&program("allocate.c")], &allocate, &["-Wno-strict-prototypes"]);
+    let text = run(Command::new("qemu-aarch64")
+        .env_clear()
+        .args(["-L", "/usr/aarch64-linux-gnu"])
+        .args(["-E", &format!("LD_PRELOAD={}", library_for("aarch64").display())])
+        .args(["-E", &format!("LD_LIBRARY_PATH={}", folder.path().display())])
+        .args(["-E", &format!("{STATE_ENV}={}", place.path("node.json").display())])
+        .args(["-E", "CUDA_DEVICE_MEMORY_LIMIT=2g"])
+        .args(["-E", &format!("CUDA_DEVICE_MEMORY_SHARED_CACHE={}", place.path("usage.cache").display())])
+        .arg(&allocate)
+        .arg(CHUNK.to_string()))
+    .quiet();
+    filled(&text, 2 * GIB);
+}
