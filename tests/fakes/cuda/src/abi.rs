@@ -98,6 +98,11 @@ impl<T: Copy> Out<T> {
         Self(std::ptr::null_mut())
     }
 
+    /// A pointer that came as a number.
+    pub(crate) fn at_address(address: usize) -> Self {
+        Self(std::ptr::with_exposed_provenance_mut(address))
+    }
+
     pub(crate) fn is_null(self) -> bool {
         self.0.is_null()
     }

@@ -43,11 +43,19 @@ pub(crate) struct Context {
 }
 
 /// A card's primary context.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Primary {
+    /// The same each time that it is active.
+    pub(crate) handle: Handle,
     pub(crate) users: u32,
     pub(crate) context: Option<Handle>,
     flags: c_uint,
+}
+
+impl Primary {
+    pub(crate) fn new(handle: Handle) -> Self {
+        Self { handle, users: 0, context: None, flags: 0 }
+    }
 }
 
 thread_local! {
@@ -90,11 +98,21 @@ impl Driver {
         flags: c_uint,
         green: bool,
     ) -> Result<Arc<Cell>, Code> {
+        let handle = self.handle();
+        self.create_context_as(handle, ordinal, flags, green)
+    }
+
+    fn create_context_as(
+        &mut self,
+        handle: Handle,
+        ordinal: usize,
+        flags: c_uint,
+        green: bool,
+    ) -> Result<Arc<Cell>, Code> {
         let (variable, default) =
             if green { ("FAKE_CUDA_GREEN_CONTEXT_MIB", 32) } else { ("FAKE_CUDA_CONTEXT_MIB", 400) };
         let bytes = number(variable, default) << 20;
         self.charge(ordinal, bytes)?;
-        let handle = self.handle();
         let cell = Arc::new(Cell {
             handle,
             ordinal,
@@ -143,7 +161,10 @@ impl Driver {
     pub(crate) fn retain_primary(&mut self, ordinal: usize) -> Result<Handle, Code> {
         let handle = match self.primaries[ordinal].context {
             Some(handle) => handle,
-            None => self.create_context(ordinal, self.primaries[ordinal].flags, false)?.handle,
+            None => {
+                let Primary { handle, flags, .. } = self.primaries[ordinal];
+                self.create_context_as(handle, ordinal, flags, false)?.handle
+            }
         };
         let primary = &mut self.primaries[ordinal];
         primary.context = Some(handle);

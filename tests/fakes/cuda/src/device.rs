@@ -115,6 +115,15 @@ entry! {
         driver.contexts.get(&peer).map(|_| ()).ok_or(Code::INVALID_CONTEXT)
     }
 
+    // Nobody profiles simulated cards.
+    fn cuProfilerStart() |driver| {
+        driver.current().map(|_| ())
+    }
+
+    fn cuProfilerStop() |driver| {
+        driver.current().map(|_| ())
+    }
+
     fn cuDeviceGetNvSciSyncAttributes(_list: Opaque, _device: Device, _flags: c_int) |_| {
         Err(Code::NOT_SUPPORTED)
     }

@@ -59,7 +59,7 @@ impl Driver {
             node,
             live,
             contexts: HashMap::new(),
-            primaries: (0..count).map(|_| crate::context::Primary::default()).collect(),
+            primaries: Vec::new(),
             space: Space::reserve(),
             pieces: (0..count).map(|_| Pieces::default()).collect(),
             allocs: BTreeMap::new(),
@@ -69,6 +69,10 @@ impl Driver {
             refreshed: 0,
             cards,
         };
+        for _ in 0..count {
+            let handle = driver.handle();
+            driver.primaries.push(crate::context::Primary::new(handle));
+        }
         driver.refresh();
         Ok(driver)
     }

@@ -12,14 +12,15 @@ use crate::driver::Driver;
 /// An entry point: how often it was called, and the error that its next calls answer.
 #[derive(Debug)]
 pub(crate) struct Site {
+    pub(crate) name: &'static str,
     calls: AtomicU64,
     /// `(calls left << 32) | code`.
     failure: AtomicU64,
 }
 
 impl Site {
-    pub(crate) const fn new() -> Self {
-        Self { calls: AtomicU64::new(0), failure: AtomicU64::new(0) }
+    pub(crate) const fn new(name: &'static str) -> Self {
+        Self { name, calls: AtomicU64::new(0), failure: AtomicU64::new(0) }
     }
 
     pub(crate) fn calls(&self) -> u64 {
@@ -77,6 +78,7 @@ pub(crate) fn init(site: &Site, make: impl FnOnce() -> Result<Driver, Code>) -> 
             STUB.store(std::env::var_os("FAKE_CUDA_STUB").is_some_and(|v| v == "1"), SeqCst);
             // SAFETY: the handler only stores to an atomic.
             unsafe { fake_state::live::at_fork(forked) };
+            TRACE.store(std::env::var_os("FAKE_CUDA_TRACE").is_some_and(|v| v == "1"), SeqCst);
             STATE.store(1, SeqCst);
         }
         Ok(())
@@ -105,7 +107,21 @@ pub(crate) fn open(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_in
 
 /// Runs a body that needs no `cuInit`.
 pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_int {
-    answer(site.enter().and_then(|()| body()))
+    let code = answer(site.enter().and_then(|()| body()));
+    if TRACE.load(Relaxed) {
+        trace(site.name, code);
+    }
+    code
+}
+
+/// Each call and its answer on stderr with `FAKE_CUDA_TRACE=1`, from `cuInit` on.
+static TRACE: AtomicBool = AtomicBool::new(false);
+
+#[cold]
+pub(crate) fn trace(name: &str, code: c_int) {
+    if TRACE.load(Relaxed) {
+        eprintln!("fake-cuda: {name} {code}");
+    }
 }
 
 /// Declares entry points whose body gets the driver.

@@ -102,16 +102,28 @@ fn get_proc(
     if flags > 3 {
         return Err(Code::INVALID_VALUE);
     }
-    match find(&name, asked, flags, version()) {
+    let found = find(&name, asked, flags, version());
+    log(&name, asked, flags, found.as_ref().map_or("-", |r| r.symbol));
+    match found {
         Ok(row) => {
             status.put_if(FOUND)?;
             out.put(row.address.0)
         }
         Err(why) => {
+            // The interface's own words: success, a null pointer, and the reason in the status.
             status.put_if(why)?;
-            out.put(std::ptr::null())?;
-            Err(Code::NOT_FOUND)
+            out.put(std::ptr::null())
         }
+    }
+}
+
+/// Adds a request and its answer to the file that `FAKE_CUDA_PROC_LOG` names.
+fn log(name: &str, asked: c_int, flags: u64, symbol: &str) {
+    use std::io::Write as _;
+    let Some(path) = std::env::var_os("FAKE_CUDA_PROC_LOG") else { return };
+    if let Ok(mut file) = std::fs::File::options().create(true).append(true).open(path) {
+        // A log that cannot be written is missed by the test that reads it.
+        let _ = writeln!(file, "{name} {asked} {flags} {symbol}");
     }
 }
 
@@ -144,7 +156,9 @@ fn no_status() -> Out<c_uint> {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuGetExportTable(table: Out<Opaque>, id: Out<Uuid>) -> c_int {
     gate::early(&site::cuGetExportTable, || {
-        let found = crate::export_table::find(&id.get()?.bytes).ok_or(Code::NOT_FOUND)?;
+        let found = crate::export_table::find(&id.get()?.bytes);
+        log(&format!("table:{:02x?}", id.get()?.bytes), 0, 0, if found.is_some() { "known" } else { "-" });
+        let found = found.ok_or(Code::NOT_FOUND)?;
         table.cast::<*const ()>().put(found)
     })
 }

@@ -57,7 +57,7 @@ macro_rules! table {
         /// Counters and injected errors by symbol.
         #[expect(non_upper_case_globals, reason = "named as the symbols")]
         pub(crate) mod site {
-            $(pub(crate) static $symbol: super::Site = super::Site::new();)*
+            $(pub(crate) static $symbol: super::Site = super::Site::new(stringify!($symbol));)*
         }
 
         /// What this driver knows by name only.
