@@ -1,10 +1,15 @@
 //! The operating system: raw system calls, and the few functions taken from the C library.
 //!
 //! System calls are made directly, so that `errno` of the program is never touched and no symbol version is needed.
-//! Taken from the C library: `clock_gettime` (GLIBC_2.17, through the vDSO), `getauxval` (GLIBC_2.16), `getenv` and
-//! `dl_iterate_phdr` (GLIBC_2.2.5), and `memcpy` and its like, which the compiler calls.
+//! Taken from the C library: `clock_gettime` (`GLIBC_2.17`, through the vDSO), `getauxval` (`GLIBC_2.16`), `getenv` and
+//! `dl_iterate_phdr` (`GLIBC_2.2.5`), and `memcpy` and its like, which the compiler calls.
 
 #![expect(unsafe_code, reason = "system calls and functions of the C library")]
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "arguments of system calls, on 64-bit machines only"
+)]
 
 mod call;
 pub(crate) mod clock;
@@ -36,6 +41,8 @@ impl Errno {
     /// The time is over.
     pub(crate) const TIMEDOUT: Self = Self(110);
 }
+
+const _: () = assert!(size_of::<usize>() == 8);
 
 fn check(returned: isize) -> Result<usize, Errno> {
     usize::try_from(returned).map_err(|_| Errno(i32::try_from(-returned).unwrap_or(i32::MAX)))
@@ -157,8 +164,7 @@ impl Fd {
         let arguments =
             [0, len.cast_signed(), protection, MAP_SHARED, self.0 as isize, offset.cast_signed() as isize];
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
-        check(unsafe { syscall(number::MMAP, arguments) })
-            .map(|at| core::ptr::with_exposed_provenance_mut(at))
+        check(unsafe { syscall(number::MMAP, arguments) }).map(core::ptr::with_exposed_provenance_mut)
     }
 }
 
@@ -207,7 +213,7 @@ pub(crate) fn map_private(len: usize) -> Result<*mut u8, Errno> {
     let flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
     check(unsafe { syscall(number::MMAP, [0, len.cast_signed(), PROT_READ | PROT_WRITE, flags, -1, 0]) })
-        .map(|at| core::ptr::with_exposed_provenance_mut(at))
+        .map(core::ptr::with_exposed_provenance_mut)
 }
 
 /// # Safety

@@ -228,7 +228,10 @@ mod tests {
             let hooked = listed.iter().any(|(other, (_, others))| {
                 *others == "hooked" && index::base(other.as_bytes()) == index::base(symbol.as_bytes())
             });
-            assert!(!hooked || *what == "hooked", "{symbol} is left to the driver, other forms of it are not");
+            assert!(
+                !hooked || *what == "hooked",
+                "{symbol} is left to the driver, other forms of it are not"
+            );
         }
     }
 
@@ -238,7 +241,12 @@ mod tests {
             ("cuInit", ["cuInit"].as_slice()),
             (
                 "cuGetProcAddress",
-                &["cuGetProcAddress", "cuGetProcAddress_ptsz", "cuGetProcAddress_v2", "cuGetProcAddress_v2_ptsz"],
+                &[
+                    "cuGetProcAddress",
+                    "cuGetProcAddress_ptsz",
+                    "cuGetProcAddress_v2",
+                    "cuGetProcAddress_v2_ptsz",
+                ],
             ),
             ("cuGetProcAddress_v2", &["cuGetProcAddress_v2", "cuGetProcAddress_v2_ptsz"]),
             ("cuNoSuch", &[]),

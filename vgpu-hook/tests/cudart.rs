@@ -38,10 +38,7 @@ fn asked_for(runtime: &Path, folder: &Path, properties: &str) -> BTreeSet<(Strin
     let into = folder.join("runtime");
     program_with(runtime, &into, properties);
     let log = folder.join("asked");
-    let ran = run(Command::new(&into)
-        .env_clear()
-        .env("LD_LIBRARY_PATH", folder)
-        .env("STUB_LOG", &log));
+    let ran = run(Command::new(&into).env_clear().env("LD_LIBRARY_PATH", folder).env("STUB_LOG", &log));
     assert_eq!(ran.code, Some(0), "{ran:#?}");
     std::fs::read_to_string(&log)
         .unwrap()
@@ -64,7 +61,12 @@ fn what_the_runtime_asks_for_has_the_right_form() {
         // 419 and 481 requests were counted on these releases, a few names at two or three versions.
         let names: BTreeSet<&str> = asked.iter().map(|(name, ..)| name.as_str()).collect();
         let per_thread = asked.iter().filter(|(.., flags)| flags & 2 != 0).count();
-        assert!(names.len() > 300 && asked.len() > 400 && per_thread > 60, "{version}: {} {}", names.len(), asked.len());
+        assert!(
+            names.len() > 300 && asked.len() > 400 && per_thread > 60,
+            "{version}: {} {}",
+            names.len(),
+            asked.len()
+        );
 
         let mut tables = String::from(
             "struct linked { const char *name; void *address; };\nstruct triple { const char *name; int version; unsigned long flags; };\n\
@@ -79,12 +81,17 @@ fn what_the_runtime_asks_for_has_the_right_form() {
         let probe = scratch.path().join("probe");
         compile("gcc", &[&program("probe.c"), &source], &probe, &[]);
         let told = |preload: &str| {
-            run(Command::new(&probe).env_clear().env("LD_LIBRARY_PATH", scratch.path()).env("LD_PRELOAD", preload)).quiet()
+            run(Command::new(&probe)
+                .env_clear()
+                .env("LD_LIBRARY_PATH", scratch.path())
+                .env("LD_PRELOAD", preload))
+            .quiet()
         };
         let (with, without) = (told(library().to_str().unwrap()), told(""));
         let mut wrapped = 0;
         for (ours, drivers) in with.lines().zip(without.lines()) {
-            let (ours, drivers): (Vec<&str>, Vec<&str>) = (ours.split(' ').collect(), drivers.split(' ').collect());
+            let (ours, drivers): (Vec<&str>, Vec<&str>) =
+                (ours.split(' ').collect(), drivers.split(' ').collect());
             if ours[0] != "v2" {
                 continue;
             }
@@ -92,7 +99,11 @@ fn what_the_runtime_asks_for_has_the_right_form() {
             assert_eq!(ours[..5], drivers[..5], "{version}");
             let (name, asked_version, flags) = (ours[1], ours[2].parse().unwrap(), ours[3]);
             let symbol = ours[4];
-            assert_eq!(stub::expected(&forms, name, asked_version, flags == "2").unwrap_or("nothing"), symbol, "{ours:?}");
+            assert_eq!(
+                stub::expected(&forms, name, asked_version, flags == "2").unwrap_or("nothing"),
+                symbol,
+                "{ours:?}"
+            );
             if symbol == "nothing" {
                 continue;
             }
@@ -126,7 +137,12 @@ fn the_runtime_sees_its_slice() {
                 program_with(&runtime, &into, properties);
             } else {
                 let name = format!("libcudart.so.{}", version.split('.').next().unwrap());
-                compile("gcc", &[&program("runtime.c")], &into, &[properties, libraries.join(name).to_str().unwrap()]);
+                compile(
+                    "gcc",
+                    &[&program("runtime.c")],
+                    &into,
+                    &[properties, libraries.join(name).to_str().unwrap()],
+                );
             }
             let search = format!("{}:{}", scratch.path().display(), libraries.display());
             let ask = |preload: &Path| {
@@ -141,12 +157,17 @@ fn the_runtime_sees_its_slice() {
             };
             let without = ask(Path::new(""));
             let with = ask(&library());
-            let (without, with): (BTreeMap<_, _>, BTreeMap<_, _>) = (common::pairs(&without), common::pairs(&with));
+            let (without, with): (BTreeMap<_, _>, BTreeMap<_, _>) =
+                (common::pairs(&without), common::pairs(&with));
             let limit = (4_u64 << 30).to_string();
             for key in ["count", "malloc", "info", "properties", "free"] {
                 assert_eq!((without[key], with[key]), ("0", "0"), "{version} {kind} {key}");
             }
-            assert_eq!((with["total"], with["total-of-properties"]), (limit.as_str(), limit.as_str()), "{version} {kind}");
+            assert_eq!(
+                (with["total"], with["total-of-properties"]),
+                (limit.as_str(), limit.as_str()),
+                "{version} {kind}"
+            );
             assert_ne!(without["total"], limit, "{version} {kind}");
             // cudaErrorMemoryAllocation
             assert_eq!(with["too-much"], "2", "{version} {kind}");

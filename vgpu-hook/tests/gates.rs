@@ -72,7 +72,11 @@ impl Library {
         let (mut defined, mut undefined) = (BTreeSet::new(), BTreeSet::new());
         for symbol in table.iter().skip(1) {
             let name = String::from_utf8(table.symbol_name(LittleEndian, symbol).unwrap().to_vec()).unwrap();
-            if symbol.is_undefined(LittleEndian) { undefined.insert(name) } else { defined.insert(name) };
+            if symbol.is_undefined(LittleEndian) {
+                undefined.insert(name)
+            } else {
+                defined.insert(name)
+            };
         }
         (defined, undefined)
     }
@@ -150,9 +154,14 @@ fn segments_are_hard_to_misuse() {
         assert_eq!(stack.p_flags(LittleEndian) & elf::PF_X, 0, "{architecture}: the stack is executable");
         for segment in kind(elf::PT_LOAD) {
             let flags = segment.p_flags(LittleEndian);
-            assert_ne!(flags & (elf::PF_W | elf::PF_X), elf::PF_W | elf::PF_X, "{architecture}: code can be written");
+            assert_ne!(
+                flags & (elf::PF_W | elf::PF_X),
+                elf::PF_W | elf::PF_X,
+                "{architecture}: code can be written"
+            );
         }
-        let flags = |tag: i64| library.dynamic().iter().find(|&&(found, _)| found == tag).map_or(0, |&(_, v)| v);
+        let flags =
+            |tag: i64| library.dynamic().iter().find(|&&(found, _)| found == tag).map_or(0, |&(_, v)| v);
         assert_ne!(flags(elf::DT_FLAGS) & u64::from(elf::DF_BIND_NOW), 0, "{architecture}: BIND_NOW");
     }
 }
@@ -169,7 +178,8 @@ fn is_bound_to_its_own_functions() {
         let mut chosen = 0;
         for section in sections.iter() {
             let Some((relocations, _)) =
-                object::read::elf::SectionHeader::rela(section, LittleEndian, library.bytes.as_slice()).unwrap()
+                object::read::elf::SectionHeader::rela(section, LittleEndian, library.bytes.as_slice())
+                    .unwrap()
             else {
                 continue;
             };

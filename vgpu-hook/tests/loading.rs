@@ -93,12 +93,19 @@ fn programs_with_address_sanitizer_start_by_their_documented_way_out() {
     let refused = run(&mut preloaded(&hello));
     assert!(refused.stderr.contains("ASan runtime does not come first"), "{refused:#?}");
     let with = run(preloaded(&hello).env("ASAN_OPTIONS", "verify_asan_link_order=0"));
-    assert_eq!((with.code, with.stdout.as_str(), with.stderr.as_str()), (Some(7), "hello from hello 1\n", ""));
+    assert_eq!(
+        (with.code, with.stdout.as_str(), with.stderr.as_str()),
+        (Some(7), "hello from hello 1\n", "")
+    );
     for (kind, sanitizer) in [("undefined", "-fsanitize=undefined"), ("thread", "-fsanitize=thread")] {
         let hello = folder.path().join(kind);
         compile("gcc", &[&program("hello.c")], &hello, &[sanitizer]);
         let (without, with) = (run(&mut plain(&hello)), run(&mut preloaded(&hello)));
-        assert_eq!((with.code, with.stdout, with.stderr), (without.code, without.stdout, without.stderr), "{kind}");
+        assert_eq!(
+            (with.code, with.stdout, with.stderr),
+            (without.code, without.stdout, without.stderr),
+            "{kind}"
+        );
     }
 }
 
@@ -130,15 +137,31 @@ fn library_of_gcc(name: &str) -> PathBuf {
 fn every_other_name_is_found_as_without_the_library() {
     let folder = scratch();
     let libgomp = library_of_gcc("libgomp.so.1");
-    let names = build(&folder, "names", &["-pthread", "-lm", "-Wl,--no-as-needed", libgomp.to_str().unwrap()]);
+    let names =
+        build(&folder, "names", &["-pthread", "-lm", "-Wl,--no-as-needed", libgomp.to_str().unwrap()]);
     let later = build(&folder, "later.so", &["-shared", "-fPIC", "-fno-builtin"]);
     let mut wanted = exported(&library_of_gcc("libc.so.6"), 6);
     wanted.extend(exported(&library_of_gcc("libm.so.6"), 12));
     wanted.extend(exported(&libgomp, 4));
     wanted.extend(
-        ["abs", "no_such_function", "cudaMalloc", "cublasCreate_v2", "cufftPlan1d", "nvtxMarkA", "curl_easy_init", "dlerror",
-            "dlclose", "dladdr", "dlinfo", "later_next", "cu", "nvml", "main"]
-            .map(str::to_owned),
+        [
+            "abs",
+            "no_such_function",
+            "cudaMalloc",
+            "cublasCreate_v2",
+            "cufftPlan1d",
+            "nvtxMarkA",
+            "curl_easy_init",
+            "dlerror",
+            "dlclose",
+            "dladdr",
+            "dlinfo",
+            "later_next",
+            "cu",
+            "nvml",
+            "main",
+        ]
+        .map(str::to_owned),
     );
     assert!(wanted.len() >= 500 && wanted.len() < 1024, "{}", wanted.len());
     let list = folder.path().join("list");
@@ -225,7 +248,8 @@ fn probe(folder: &Path, compiler: &str, start: impl Fn(&Path) -> Command) -> Pro
     for symbol in &symbols {
         writeln!(tables, "{{\"{symbol}\", (void *){symbol}}},").unwrap();
     }
-    writeln!(tables, "}};\nconst int linked_count = {};\nconst struct triple triples[] = {{", symbols.len()).unwrap();
+    writeln!(tables, "}};\nconst int linked_count = {};\nconst struct triple triples[] = {{", symbols.len())
+        .unwrap();
     let mut triples = 0;
     for (base, version, flags) in triples_of(&forms) {
         writeln!(tables, "{{\"{base}\", {version}, {flags}}},").unwrap();
@@ -236,7 +260,12 @@ fn probe(folder: &Path, compiler: &str, start: impl Fn(&Path) -> Command) -> Pro
     std::fs::write(&source, tables).unwrap();
     let into = folder.join("probe");
     let cuda = driver.join("libcuda.so.1");
-    compile(compiler, &[&program("probe.c"), &source, &cuda], &into, &["-fPIE", "-pie", "-Wl,--no-as-needed"]);
+    compile(
+        compiler,
+        &[&program("probe.c"), &source, &cuda],
+        &into,
+        &["-fPIE", "-pie", "-Wl,--no-as-needed"],
+    );
     let text = run(start(&into).env("LD_LIBRARY_PATH", folder)).quiet();
     let mut answers = Answers::new();
     for line in text.lines() {
@@ -287,7 +316,10 @@ fn check_probe(probe: &Probe) {
             None => assert_eq!(symbol, "nothing", "{way} {name} version {version} flags {flags}"),
         }
     }
-    assert_eq!(ways.keys().copied().collect::<Vec<_>>(), ["all", "default", "handle", "link", "next", "v1", "v2"]);
+    assert_eq!(
+        ways.keys().copied().collect::<Vec<_>>(),
+        ["all", "default", "handle", "link", "next", "v1", "v2"]
+    );
     assert!(ways.values().all(|&count| count >= forms.len()), "{ways:?}");
     assert!(probe.text.ends_with("init 0\n"), "{}", probe.text.lines().last().unwrap_or_default());
 }
@@ -303,12 +335,19 @@ fn every_function_is_reached_in_every_way_with_its_own_form() {
     // Status and result are the driver's own.
     let again = std::time::Instant::now();
     let without = run(plain(&folder.path().join("probe")).env("LD_LIBRARY_PATH", folder.path())).quiet();
-    let statuses = |text: &str| text.lines().filter(|line| line.starts_with("status")).map(str::to_owned).collect::<Vec<_>>();
+    let statuses = |text: &str| {
+        text.lines().filter(|line| line.starts_with("status")).map(str::to_owned).collect::<Vec<_>>()
+    };
     assert!(statuses(&without).len() > 5000);
     assert_eq!(statuses(&with.text), statuses(&without));
     let with_again = again.elapsed();
     run(preloaded(&folder.path().join("probe")).env("LD_LIBRARY_PATH", folder.path())).quiet();
-    assert!(again.elapsed() - with_again < std::time::Duration::from_secs(1), "{:?} {:?}", from.elapsed(), with_again);
+    assert!(
+        again.elapsed() - with_again < std::time::Duration::from_secs(1),
+        "{:?} {:?}",
+        from.elapsed(),
+        with_again
+    );
 }
 
 /// A form of the future, at an address that nothing explains, is the driver's where nothing is limited.
@@ -364,7 +403,10 @@ fn the_process_is_left_as_it_is() {
 
 fn unchanged(text: &str) {
     let state = |when: &str| {
-        text.lines().find_map(|line| line.strip_prefix(when)).unwrap_or_else(|| panic!("no {when}: {text}")).to_owned()
+        text.lines()
+            .find_map(|line| line.strip_prefix(when))
+            .unwrap_or_else(|| panic!("no {when}: {text}"))
+            .to_owned()
     };
     assert_eq!(state("before "), state("after "));
 }
@@ -389,6 +431,9 @@ fn aarch64_starts_and_resolves() {
     let hello = folder.path().join("hello");
     compile("aarch64-linux-gnu-gcc", &[&program("hello.c")], &hello, &[]);
     let with = run(&mut emulated(&hello));
-    assert_eq!((with.code, with.stdout.as_str(), with.stderr.as_str()), (Some(7), "hello from hello 1\n", ""));
+    assert_eq!(
+        (with.code, with.stdout.as_str(), with.stderr.as_str()),
+        (Some(7), "hello from hello 1\n", "")
+    );
     check_probe(&probe(folder.path(), "aarch64-linux-gnu-gcc", emulated));
 }

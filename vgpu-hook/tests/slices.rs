@@ -59,7 +59,10 @@ impl Place {
 }
 
 fn number(told: &BTreeMap<&str, &str>, key: &str) -> u64 {
-    told.get(key).unwrap_or_else(|| panic!("no {key}: {told:?}")).parse().unwrap_or_else(|_| panic!("{key}: {told:?}"))
+    told.get(key)
+        .unwrap_or_else(|| panic!("no {key}: {told:?}"))
+        .parse()
+        .unwrap_or_else(|_| panic!("{key}: {told:?}"))
 }
 
 fn filled(text: &str, limit: u64) {
@@ -105,7 +108,8 @@ fn the_process_is_left_as_it_is_under_a_limit() {
         line.split(' ').filter(|word| !word.starts_with("variables=")).map(str::to_owned).collect::<Vec<_>>()
     };
     assert_eq!(words(&state("after ")), words(without_after), "{text}");
-    let variables = |line: &str| line.split(' ').find(|word| word.starts_with("variables=")).unwrap().to_owned();
+    let variables =
+        |line: &str| line.split(' ').find(|word| word.starts_with("variables=")).unwrap().to_owned();
     assert_eq!(variables(&state("before ")), variables(&state("after ")));
     assert!(text.contains("errno 77 77\nresult 0\n"), "{text}");
 }

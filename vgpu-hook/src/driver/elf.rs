@@ -106,8 +106,17 @@ impl Image {
 
     /// Reads the dynamic section at `dynamic`.
     fn from_dynamic(base: usize, path: &'static CStr, range: (usize, usize), dynamic: usize) -> Option<Self> {
-        let mut image =
-            Self { base, path, range, strings: 0, symbols: 0, gnu_hash: 0, hash: 0, versions: 0, soname: usize::MAX };
+        let mut image = Self {
+            base,
+            path,
+            range,
+            strings: 0,
+            symbols: 0,
+            gnu_hash: 0,
+            hash: 0,
+            versions: 0,
+            soname: usize::MAX,
+        };
         each_entry(dynamic, &mut |tag, value| match tag {
             DT_HASH => image.hash = image.place(value),
             DT_STRTAB => image.strings = image.place(value),
@@ -117,7 +126,8 @@ impl Image {
             DT_SONAME => image.soname = value,
             _ => {}
         });
-        (image.strings != 0 && image.symbols != 0 && (image.gnu_hash != 0 || image.hash != 0)).then_some(image)
+        (image.strings != 0 && image.symbols != 0 && (image.gnu_hash != 0 || image.hash != 0))
+            .then_some(image)
     }
 
     /// An address of the dynamic section: glibc has relocated most of them in place, musl and the vDSO have not.
@@ -298,7 +308,8 @@ pub(crate) fn of_the_c_library(name: &[u8]) -> Option<usize> {
         headers: with_exposed_provenance(first),
         header_count: u16::try_from(sys::auxiliary(AT_PHNUM)).ok()?,
     };
-    let find = |kind| headers(&program).iter().find(|header| header.kind == kind).map(|header| header.address);
+    let find =
+        |kind| headers(&program).iter().find(|header| header.kind == kind).map(|header| header.address);
     let base = find(PT_PHDR).map_or(0, |address| first.wrapping_sub(address));
     let mut debug = 0;
     each_entry(base.wrapping_add(find(PT_DYNAMIC)?), &mut |tag, value| {
@@ -316,8 +327,9 @@ pub(crate) fn of_the_c_library(name: &[u8]) -> Option<usize> {
         let link: Link = unsafe { read(at) };
         // Addresses in the dynamic section are the loader's own, relocated, when they lie behind the base.
         let range = (link.base, usize::MAX);
-        let image = Image::from_dynamic(link.base, c"", range, link.dynamic)
-            .filter(|image| image.is_called(b"libc.so") || image.is_called(b"libc.musl") || image.is_called(b"ld-musl"));
+        let image = Image::from_dynamic(link.base, c"", range, link.dynamic).filter(|image| {
+            image.is_called(b"libc.so") || image.is_called(b"libc.musl") || image.is_called(b"ld-musl")
+        });
         if let Some(image) = image {
             return image.function(name);
         }

@@ -225,7 +225,12 @@ mod tests {
         0x1000 + symbol.len() * 0x100 + usize::from(symbol.ends_with('z'))
     }
 
-    fn found(given: usize, version: u32, flags: CUuint64, ask: &dyn Fn(&CStr, c_int, CUuint64) -> usize) -> &'static str {
+    fn found(
+        given: usize,
+        version: u32,
+        flags: CUuint64,
+        ask: &dyn Fn(&CStr, c_int, CUuint64) -> usize,
+    ) -> &'static str {
         form(b"cuGetProcAddress", given, version, flags, ask).map_or("none", |row| row.symbol)
     }
 
@@ -253,7 +258,8 @@ mod tests {
     fn an_address_that_matches_no_export_is_known_by_what_the_driver_answers() {
         let ask = |name: &CStr, version: c_int, flags: CUuint64| {
             assert_eq!(name, c"cuGetProcAddress");
-            let symbol = newest(table::forms(name.to_bytes()), version.cast_unsigned(), flags).unwrap().symbol;
+            let symbol =
+                newest(table::forms(name.to_bytes()), version.cast_unsigned(), flags).unwrap().symbol;
             address(symbol)
         };
         for symbol in
@@ -269,9 +275,11 @@ mod tests {
     #[test]
     fn stubs_folded_into_one_are_told_apart_by_version_and_flavour() {
         let one = |_: &CStr, _: c_int, _: CUuint64| 0x5000;
-        for (version, flags, want) in
-            [(11030, 0, "cuGetProcAddress"), (12000, 1, "cuGetProcAddress_v2"), (12000, 2, "cuGetProcAddress_v2_ptsz")]
-        {
+        for (version, flags, want) in [
+            (11030, 0, "cuGetProcAddress"),
+            (12000, 1, "cuGetProcAddress_v2"),
+            (12000, 2, "cuGetProcAddress_v2_ptsz"),
+        ] {
             assert_eq!(found(0x5000, version, flags, &one), want);
         }
     }

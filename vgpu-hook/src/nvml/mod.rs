@@ -125,10 +125,9 @@ pub(crate) unsafe fn memory_v2(
     {
         // SAFETY: NVML has just written there.
         let version = unsafe { (*memory).version };
+        let slice = MemoryV2 { version, total, reserved: 0, free: total.saturating_sub(used), used };
         // SAFETY: as above.
-        unsafe {
-            memory.write(MemoryV2 { version, total, reserved: 0, free: total.saturating_sub(used), used })
-        };
+        unsafe { memory.write(slice) };
     }
     result
 }

@@ -1,5 +1,7 @@
 //! The system call instruction and the numbers, for x86-64 and aarch64.
 
+#![expect(clippy::many_single_char_names, reason = "the six arguments of a system call")]
+
 use core::arch::asm;
 
 /// Makes a system call with up to six arguments; what the kernel returns, a negative error number included.

@@ -43,7 +43,12 @@ pub fn library_for(architecture: &str) -> PathBuf {
 /// The library for this machine.
 pub fn library() -> PathBuf {
     let library = library_for(std::env::consts::ARCH);
-    assert!(library.exists(), "no {}: build it with `vgpu-hook/build {}`", library.display(), built().display());
+    assert!(
+        library.exists(),
+        "no {}: build it with `vgpu-hook/build {}`",
+        library.display(),
+        built().display()
+    );
     library
 }
 

@@ -23,7 +23,10 @@ pub fn forms() -> Vec<Form> {
         .map(|(symbol, since, _)| {
             let plain = symbol.strip_suffix("_ptds").or_else(|| symbol.strip_suffix("_ptsz"));
             let name = plain.unwrap_or(symbol);
-            let base = name.rsplit_once("_v").filter(|(_, v)| v.parse::<u32>().is_ok()).map_or(name, |(base, _)| base);
+            let base = name
+                .rsplit_once("_v")
+                .filter(|(_, v)| v.parse::<u32>().is_ok())
+                .map_or(name, |(base, _)| base);
             Form { base, per_thread: plain.is_some(), since, symbol }
         })
         .collect();
@@ -81,7 +84,8 @@ pub fn build(folder: &Path, compiler: &str) -> PathBuf {
     source += "int cuGetProcAddress_v2(const char *n, void **p, int v, unsigned long f, int *s);\n\
         int cuGetProcAddress_ptsz(const char *n, void **p, int v, unsigned long f) { return cuGetProcAddress(n, p, v, f ? f : 2); }\n\
         int cuGetProcAddress_v2_ptsz(const char *n, void **p, int v, unsigned long f, int *s) { return cuGetProcAddress_v2(n, p, v, f ? f : 2, s); }\n";
-    source += "static const struct { const char *base; int per_thread, since; void *function; } forms[] = {\n";
+    source +=
+        "static const struct { const char *base; int per_thread, since; void *function; } forms[] = {\n";
     for form in forms() {
         let Form { base, per_thread, since, symbol } = form;
         writeln!(source, "{{\"{base}\", {}, {since}, (void *){symbol}}},", i32::from(per_thread)).unwrap();
