@@ -305,7 +305,7 @@ unsafe extern "C" {
 }
 
 /// An environment variable, as the program left it. It is copied or read at once: the program may change it later.
-pub(crate) fn environment(name: &CStr) -> Option<&CStr> {
+pub(crate) fn environment(name: &CStr) -> Option<&'static CStr> {
     // SAFETY: `name` is NUL-terminated.
     let value = unsafe { getenv(name.as_ptr()) };
     // SAFETY: a value that is not null is a NUL-terminated string, which stays until the program changes its environment.
