@@ -6,9 +6,11 @@
 //!
 //! Where a control page is mounted, nothing of this is looked at: what a tenant may set must not move a limit.
 
-use core::fmt;
+use core::ffi::CStr;
+use core::fmt::{self, Write};
 use core::num::NonZeroU64;
 
+use mullion_pace::policy::Policy;
 use mullion_region::{CorePercent, MAX_DEVICES};
 
 /// A variable that this library reads.
@@ -34,6 +36,31 @@ impl fmt::Display for Variable {
             Self::Policy => f.write_str("GPU_CORE_UTILIZATION_POLICY"),
             Self::Priority => f.write_str("CUDA_TASK_PRIORITY"),
         }
+    }
+}
+
+/// Room for a variable's name, for the C library.
+#[derive(Debug, Default)]
+pub(crate) struct Name {
+    bytes: [u8; 32],
+    len: usize,
+}
+
+impl Name {
+    /// The name, with a NUL behind it.
+    pub(crate) fn of(&mut self, variable: Variable) -> Option<&CStr> {
+        *self = Self::default();
+        write!(self, "{variable}").ok()?;
+        CStr::from_bytes_until_nul(&self.bytes).ok()
+    }
+}
+
+impl Write for Name {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        let end = self.len + text.len();
+        self.bytes.get_mut(self.len..end).ok_or(fmt::Error)?.copy_from_slice(text.as_bytes());
+        self.len = end;
+        Ok(())
     }
 }
 
@@ -71,18 +98,6 @@ impl fmt::Display for Error<'_> {
             }
         }
     }
-}
-
-/// When the SM limit applies (HAMi's `GPU_CORE_UTILIZATION_POLICY`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Policy {
-    /// While the usage file's `utilization_switch` is on.
-    #[default]
-    Follow,
-    /// Always.
-    Force,
-    /// Never.
-    Disable,
 }
 
 /// What is set by hand for one card.
@@ -136,7 +151,7 @@ pub(crate) fn read<'a>(value_of: impl Fn(Variable) -> Option<&'a [u8]>) -> Resul
         };
     }
     let policy = match value_of(Variable::Policy) {
-        None => Policy::Follow,
+        None => Policy::Default,
         Some(value) => policy(value).ok_or(Error { variable: Variable::Policy, value })?,
     };
     let priority = match value_of(Variable::Priority) {
@@ -181,7 +196,7 @@ fn number(text: &[u8]) -> Option<u64> {
 }
 
 fn policy(text: &[u8]) -> Option<Policy> {
-    [(&b"default"[..], Policy::Follow), (b"force", Policy::Force), (b"disable", Policy::Disable)]
+    [(&b"default"[..], Policy::Default), (b"force", Policy::Force), (b"disable", Policy::Disable)]
         .into_iter()
         .find_map(|(name, policy)| text.eq_ignore_ascii_case(name).then_some(policy))
 }
@@ -261,7 +276,7 @@ mod tests {
     fn without_a_variable_there_is_no_limit() {
         let settings = of(&[]).unwrap();
         assert!(!settings.any());
-        assert_eq!((settings.policy, settings.priority), (Policy::Follow, 1));
+        assert_eq!((settings.policy, settings.priority), (Policy::Default, 1));
         assert!(!of(&[("CUDA_DEVICE_MEMORY_LIMIT", "0"), ("CUDA_DEVICE_SM_LIMIT", "100")]).unwrap().any());
         assert!(of(&[("CUDA_DEVICE_SM_LIMIT_15", "1")]).unwrap().any());
     }
@@ -272,14 +287,16 @@ mod tests {
             ("force", Some(Policy::Force)),
             ("FORCE", Some(Policy::Force)),
             ("Disable", Some(Policy::Disable)),
-            ("dEFAULT", Some(Policy::Follow)),
+            ("dEFAULT", Some(Policy::Default)),
             ("on", None),
             ("", None),
         ] {
             let found = of(&[("GPU_CORE_UTILIZATION_POLICY", text)]).map(|s| s.policy);
             assert_eq!(found.ok(), want, "{text}");
         }
-        for (text, want) in [("0", Some(0)), ("1", Some(1)), ("high", None), ("-1", None), ("4294967296", None)] {
+        for (text, want) in
+            [("0", Some(0)), ("1", Some(1)), ("high", None), ("-1", None), ("4294967296", None)]
+        {
             let found = of(&[("CUDA_TASK_PRIORITY", text)]).map(|s| s.priority);
             assert_eq!(found.ok(), want, "{text}");
         }

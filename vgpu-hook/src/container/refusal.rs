@@ -181,8 +181,9 @@ impl Line {
         match core::str::from_utf8(bytes) {
             Ok(text) => text,
             // Cut within a character.
-            Err(error) => core::str::from_utf8(bytes.get(..error.valid_up_to()).unwrap_or_default())
-                .unwrap_or_default(),
+            Err(error) => {
+                core::str::from_utf8(bytes.get(..error.valid_up_to()).unwrap_or_default()).unwrap_or_default()
+            }
         }
     }
 }
@@ -222,10 +223,7 @@ mod tests {
             Refusal::TooManyCards { found: 17 },
             Refusal::FileUnusable { path, doing: "open", errno: Errno(30) },
             Refusal::FileKind { path },
-            Refusal::FileForeign {
-                path,
-                why: mullion_region::Error::Magic { what: "usage file", found: 1 },
-            },
+            Refusal::FileForeign { path, why: mullion_region::Error::Magic { what: "usage file", found: 1 } },
             Refusal::ForeignProcess { path, pid: 12 },
             Refusal::SlotsFull { path },
             Refusal::FileBusy { path },

@@ -51,10 +51,8 @@ pub(crate) struct State {
     pub(crate) reaping: Lock,
     /// When dead slots were last looked for, coarse ns.
     pub(crate) reaped_ns: AtomicU64,
-    /// Held while the tables of `memory` are changed.
-    pub(crate) tables: Lock,
-    /// What `memory` keeps.
-    pub(crate) memory: AtomicPtr<u8>,
+    /// Look-ups that could not be answered with a wrapper, before there was a file to count them in.
+    pub(crate) escapes: AtomicU32,
 }
 
 const LEN: usize = 4096;
@@ -182,6 +180,11 @@ impl Turn<'_> {
 pub(crate) struct Lock(AtomicU32);
 
 impl Lock {
+    /// A free one.
+    pub(crate) const fn new() -> Self {
+        Self(AtomicU32::new(0))
+    }
+
     /// Waits for it.
     pub(crate) fn lock(&self) -> Held<'_> {
         let mut tries = 0_u32;

@@ -7,7 +7,10 @@
 use core::mem::offset_of;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
+use mullion_accounting::Slot;
 use mullion_region::{MAX_DEVICES, extension, page, usage};
+
+use super::fault::{Mark, Word};
 
 /// A card's entry of the control page.
 #[repr(C)]
@@ -50,7 +53,7 @@ pub(crate) struct Page {
 #[derive(Debug)]
 pub(crate) struct CardWords {
     /// T.
-    pub(crate) total: AtomicU64,
+    pub(crate) total: Word,
     line0: [u64; 7],
     pub(crate) tat: AtomicU64,
     line1: [u64; 7],
@@ -62,7 +65,9 @@ pub(crate) struct CardWords {
     pub(crate) first_launch: AtomicU64,
     pub(crate) last_launch: AtomicU64,
     pub(crate) spent_ns: AtomicU64,
-    line3: [u64; 8],
+    /// What a context took of this card, the least that was seen; 0 = none was.
+    pub(crate) context_bytes: AtomicU64,
+    line3: [u64; 7],
 }
 
 /// Head and cards of the extension.
@@ -72,7 +77,7 @@ pub(crate) struct Hot {
     magic: [u8; 8],
     version: u32,
     len: u32,
-    pub(crate) high_water: AtomicU32,
+    pub(crate) high_water: Mark,
     reserved0: u32,
     pub(crate) attached: AtomicU64,
     pub(crate) foreign: AtomicU64,
@@ -80,16 +85,6 @@ pub(crate) struct Hot {
     pub(crate) refused: AtomicU64,
     reserved1: u64,
     pub(crate) cards: [CardWords; MAX_DEVICES],
-}
-
-/// One process's words for one card.
-#[repr(C)]
-#[derive(Debug)]
-pub(crate) struct SlotWords {
-    /// C.
-    pub(crate) claimed: AtomicU64,
-    /// B.
-    pub(crate) settled: AtomicU64,
 }
 
 /// HAMi's process slot, as far as it is used here. The agent writes the rest.
@@ -152,7 +147,7 @@ const _: () = {
         offset_of!(Hot, attached) == extension::ATTACHED_AT
             && offset_of!(Hot, refused) == extension::REFUSED_AT
     );
-    assert!(size_of::<SlotWords>() == extension::SLOT_SIZE);
+    assert!(size_of::<Slot<Word>>() == extension::SLOT_SIZE);
     assert!(size_of::<HamiSlot>() == usage::SLOT_SIZE && STATUS_AT == 1928 && MARK_AT == 1944);
     assert!(
         offset_of!(HamiTail, last_kernel_time) + usage::PROC_NUM_AT == usage::LAST_KERNEL_TIME_AT
@@ -192,7 +187,7 @@ impl Region {
     }
 
     /// The slots of card `card`.
-    pub(crate) fn slots(self, card: usize) -> &'static [SlotWords; usage::SLOTS] {
+    pub(crate) fn slots(self, card: usize) -> &'static [Slot<Word>; usage::SLOTS] {
         let offset = extension::card_slots_offset(card.min(MAX_DEVICES - 1)).unwrap_or(usage::EXTENSION_AT);
         // SAFETY: an offset of the layout.
         unsafe { self.at(offset) }

@@ -1,0 +1,349 @@
+//! Slots of the usage file: which of them this process owns, and which have lost their owner.
+//!
+//! A slot is owned by whoever holds the write lock of its byte, far behind the end of the file. The lock belongs to the
+//! open file description that the mapping of the file was made from, and that mapping is not inherited by a forked
+//! child: so the lock stands exactly as long as this address space, whatever descriptors the program closes, and the
+//! kernel frees it at SIGKILL and at exec.
+//!
+//! Not every file system keeps the lock when the last descriptor goes (overlayfs does not): there a descriptor is kept
+//! instead, out of the way of the program's own and closed by exec. A second descriptor is kept in any case; it
+//! serves to look for dead owners, and holds a lock byte of the older kind by which the agent may learn this process's
+//! host pid. It is checked before each use: a program may close it, and another file may get its number.
+
+#![expect(unsafe_code, reason = "registers a handler at fork")]
+
+use core::ffi::{CStr, c_int, c_void};
+use core::sync::atomic::AtomicI32;
+use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+
+use mullion_region::{extension, usage};
+
+use super::fault;
+use super::refusal::{Refusal, Text};
+use super::words::{self, Region};
+use crate::driver::elf;
+use crate::sys::{self, Errno, Fd, Status};
+
+/// Byte by which a process finds out whether the file system keeps a lock with the mapping alone: `+ pid`, so that no
+/// other process's lock is taken for its own.
+const PROBE_AT: u64 = 1 << 43;
+/// Byte that guards setting up a file by hand.
+const SETUP_AT: u64 = 1 << 42;
+/// How long to wait for [`SETUP_AT`].
+const SETUP_NS: u64 = 1_000_000_000;
+/// Where kept descriptors go, if the process may have so many.
+const HIGH: [c_int; 3] = [1000, 500, 100];
+const PATH_LEN: usize = 1024;
+
+/// The descriptor kept by this process or, in a forked child that has not attached, by its parent; -1 = none.
+static KEPT: AtomicI32 = AtomicI32::new(-1);
+
+/// A usage file by name, and as it was found.
+#[derive(Debug)]
+pub(crate) struct UsageFile {
+    path: [u8; PATH_LEN],
+    device: u64,
+    inode: u64,
+    pub(crate) region: Region,
+}
+
+/// Takes the lock byte `at`; whether it was free.
+fn try_byte(fd: Fd, at: u64) -> Result<bool, Errno> {
+    match fd.lock(sys::F_OFD_SETLK, sys::F_WRLCK, at) {
+        Ok(_) => Ok(true),
+        Err(Errno::AGAIN | Errno::ACCES) => Ok(false),
+        Err(errno) => Err(errno),
+    }
+}
+
+fn free_byte(fd: Fd, at: u64) {
+    let _ = fd.lock(sys::F_OFD_SETLK, sys::F_UNLCK, at);
+}
+
+fn is_held(fd: Fd, at: u64) -> Result<bool, Errno> {
+    fd.lock(sys::F_OFD_GETLK, sys::F_WRLCK, at).map(|record| record.kind != sys::F_UNLCK)
+}
+
+const fn byte_of(slot: usize) -> u64 {
+    extension::LOCK_AT + slot as u64
+}
+
+/// The slots below the high-water mark.
+pub(crate) fn in_use(region: Region) -> core::ops::Range<usize> {
+    let mark = region.hot().high_water.load(Acquire);
+    0..usize::try_from(mark).unwrap_or(usage::SLOTS).min(usage::SLOTS)
+}
+
+impl UsageFile {
+    /// The file at `path`, which `fd` is open on and `region` is mapped from.
+    pub(crate) fn new(path: &CStr, status: Status, region: Region) -> Result<Self, Errno> {
+        const ENAMETOOLONG: Errno = Errno(36);
+        let bytes = path.to_bytes_with_nul();
+        let mut copy = [0; PATH_LEN];
+        copy.get_mut(..bytes.len()).ok_or(ENAMETOOLONG)?.copy_from_slice(bytes);
+        Ok(Self { path: copy, device: status.device, inode: status.inode, region })
+    }
+
+    fn path(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.path).unwrap_or(c"")
+    }
+
+    pub(crate) fn text(&self) -> Text {
+        Text::new(self.path().to_bytes())
+    }
+
+    fn unusable(&self, doing: &'static str, errno: Errno) -> Refusal {
+        Refusal::FileUnusable { path: self.text(), doing, errno }
+    }
+
+    fn is_same(&self, fd: Fd) -> bool {
+        fd.status().is_ok_and(|status| (status.device, status.inode) == (self.device, self.inode))
+    }
+
+    /// Another description of the same file.
+    fn open_again(&self) -> Result<Fd, Errno> {
+        const ESTALE: Errno = Errno(116);
+        let fd = sys::open(self.path(), sys::O_RDWR | sys::O_CLOEXEC, 0)?;
+        if self.is_same(fd) {
+            return Ok(fd);
+        }
+        fd.close();
+        Err(ESTALE)
+    }
+
+    /// Runs `with` a descriptor of the file: the kept one, or a new one where the program closed it.
+    fn with_descriptor<T>(&self, with: impl FnOnce(Fd) -> T) -> Option<T> {
+        let kept = Fd(KEPT.load(Acquire));
+        if kept.0 >= 0 && self.is_same(kept) {
+            return Some(with(kept));
+        }
+        let fd = self.open_again().ok()?;
+        let result = with(fd);
+        fd.close();
+        Some(result)
+    }
+
+    /// Takes a slot. `mapped` is the description that the mapping was made from; it is closed.
+    ///
+    /// The slot's words still hold what its last owner left.
+    pub(crate) fn claim(&self, mapped: Fd) -> Result<usize, Refusal> {
+        let probe = PROBE_AT + u64::from(sys::process_id().unsigned_abs());
+        let taken = try_byte(mapped, probe)
+            .map_err(|errno| self.unusable("locking", errno))
+            .and_then(|_| self.first_free(mapped));
+        fault::point();
+        let second = self.open_again().map_err(|errno| self.unusable("opening it again", errno));
+        mapped.close();
+        let second = second?;
+        let kept = taken.and_then(|slot| self.hold_on(second, slot, probe));
+        fault::point();
+        match kept {
+            Ok(slot) => self.keep(second, slot).map(|()| slot),
+            Err(refusal) => {
+                second.close();
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Sees to it that the slot stays this process's now that only the mapping is left of the first description.
+    fn hold_on(&self, second: Fd, slot: usize, probe: u64) -> Result<usize, Refusal> {
+        let failed = |errno| self.unusable("locking", errno);
+        if is_held(second, probe).map_err(failed)? {
+            return Ok(slot);
+        }
+        close_in_forked_children();
+        // The slot was lost with the descriptor. Unless another process has it by now, it is ours again.
+        if try_byte(second, byte_of(slot)).map_err(failed)? { Ok(slot) } else { self.first_free(second) }
+    }
+
+    /// Locks the byte of the first slot without an owner: those that were given back before those whose owner died,
+    /// new ones last, so that the high-water mark stays low.
+    fn first_free(&self, fd: Fd) -> Result<usize, Refusal> {
+        let region = self.region;
+        let empty = |slot: &usize| region.hami_slot(*slot).pid.load(Relaxed) == 0;
+        let used = in_use(region);
+        let order = used.clone().filter(empty).chain(used.clone().filter(|slot| !empty(slot)));
+        for slot in order.chain(used.end..usage::SLOTS) {
+            if try_byte(fd, byte_of(slot)).map_err(|errno| self.unusable("locking", errno))? {
+                return Ok(slot);
+            }
+        }
+        Err(Refusal::SlotsFull { path: self.text() })
+    }
+
+    /// Puts the second descriptor out of the way.
+    fn keep(&self, fd: Fd, slot: usize) -> Result<(), Refusal> {
+        let high = HIGH.into_iter().find_map(|lowest| fd.duplicate_above(lowest).ok());
+        let kept = match high {
+            Some(high) => {
+                fd.close();
+                high
+            }
+            None => fd,
+        };
+        KEPT.store(kept.0, Release);
+        self.announce(kept, slot).map_err(|errno| self.unusable("writing", errno))
+    }
+
+    /// Gives the agent a hint of which process owns the slot. Nothing depends on it. Last of all, because closing any
+    /// descriptor of the file drops it.
+    pub(crate) fn give_hint(&self, slot: usize) {
+        self.with_kept(|fd| fd.lock(sys::F_SETLK, sys::F_WRLCK, extension::HINT_AT + slot as u64));
+    }
+
+    /// Fills in HAMi's slot, for HAMi's monitor and ours. By writing, not by storing: a full file system then is an
+    /// error and not a signal.
+    fn announce(&self, fd: Fd, slot: usize) -> Result<(), Errno> {
+        let mut image = [0_u8; usage::SLOT_SIZE];
+        let mut put = |at: usize, bytes: &[u8]| {
+            if let Some(place) = image.get_mut(at..at + bytes.len()) {
+                place.copy_from_slice(bytes);
+            }
+        };
+        put(0, &sys::process_id().to_le_bytes());
+        put(words::STATUS_AT, &1_i32.to_le_bytes());
+        put(words::MARK_AT, &words::owner_mark(slot).to_le_bytes());
+        let offset = usage::slot_offset(slot).unwrap_or(usage::SLOTS_AT) as u64;
+        if fd.write_at(&image, offset)? != image.len() {
+            return Err(Errno(28));
+        }
+        let count = i32::try_from(slot + 1).unwrap_or(i32::MAX);
+        self.region.hami_tail().proc_num.fetch_max(count, AcqRel);
+        Ok(())
+    }
+
+    /// Takes the byte of a dead owner's slot; whether it was free. To be given back by [`Self::give_back`].
+    pub(crate) fn take(&self, slot: usize) -> bool {
+        let taken = self.with_kept(|fd| try_byte(fd, byte_of(slot)).unwrap_or(false));
+        taken.unwrap_or(false)
+    }
+
+    /// Gives back a slot whose words were cleared.
+    pub(crate) fn give_back(&self, slot: usize) {
+        let hami = self.region.hami_slot(slot);
+        fault::point();
+        hami.status.store(0, Relaxed);
+        hami.pid.store(0, Release);
+        self.with_kept(|fd| free_byte(fd, byte_of(slot)));
+    }
+
+    /// Like [`Self::with_descriptor`], but what is locked must stay locked: a new descriptor is kept.
+    fn with_kept<T>(&self, with: impl FnOnce(Fd) -> T) -> Option<T> {
+        let kept = Fd(KEPT.load(Acquire));
+        if kept.0 < 0 || !self.is_same(kept) {
+            let fd = self.open_again().ok()?;
+            let high = HIGH.into_iter().find_map(|lowest| fd.duplicate_above(lowest).ok());
+            if high.is_some() {
+                fd.close();
+            }
+            let kept = high.unwrap_or(fd);
+            KEPT.store(kept.0, Release);
+            return Some(with(kept));
+        }
+        Some(with(kept))
+    }
+
+    /// Whether a process owns `slot`. Always so for the own one, whose lock is another description's.
+    pub(crate) fn is_owned(&self, slot: usize) -> bool {
+        self.with_descriptor(|fd| is_held(fd, byte_of(slot)).unwrap_or(true)).unwrap_or(true)
+    }
+
+    /// A live process that another library put into HAMi's slots.
+    pub(crate) fn foreign_process(&self) -> Option<i32> {
+        let count = self.region.hami_tail().proc_num.load(Acquire);
+        (0..usize::try_from(count).unwrap_or(0).min(usage::SLOTS)).find_map(|index| {
+            let slot = self.region.hami_slot(index);
+            let pid = slot.pid.load(Acquire);
+            let ours = slot.mark.load(Relaxed) == words::owner_mark(index);
+            (pid > 0 && slot.status.load(Relaxed) != 0 && !ours && lives(pid)).then_some(pid)
+        })
+    }
+}
+
+/// Waits for the byte that guards setting a file up, at most a second.
+pub(super) fn begin_setup(fd: Fd) -> Result<bool, Errno> {
+    let start = sys::clock::monotonic_ns();
+    let mut pause = 50_000;
+    while !try_byte(fd, SETUP_AT)? {
+        if sys::clock::monotonic_ns().saturating_sub(start) > SETUP_NS {
+            return Ok(false);
+        }
+        sys::sleep_ns(pause);
+        pause = (pause * 2).min(2_000_000);
+    }
+    Ok(true)
+}
+
+pub(super) fn end_setup(fd: Fd) {
+    free_byte(fd, SETUP_AT);
+}
+
+/// Whether any slot below `high_water` has an owner.
+pub(super) fn any_owner(fd: Fd, high_water: usize) -> Result<bool, Errno> {
+    for slot in 0..high_water.min(usage::SLOTS) {
+        if is_held(fd, byte_of(slot))? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether a process of this pid lives, as far as `/proc` tells.
+pub(super) fn lives(pid: i32) -> bool {
+    let mut path = *b"/proc/0000000000/stat\0";
+    let mut number = pid.unsigned_abs();
+    let mut digits = [0_u8; 10];
+    let mut count = 0;
+    while number > 0 || count == 0 {
+        if let Some(digit) = digits.get_mut(count) {
+            *digit = b'0' + u8::try_from(number % 10).unwrap_or(0);
+        }
+        number /= 10;
+        count += 1;
+    }
+    let (head, tail) = (6, b"/stat\0");
+    for (place, digit) in path.iter_mut().skip(head).zip(digits.iter().take(count).rev()) {
+        *place = *digit;
+    }
+    for (place, byte) in path.iter_mut().skip(head + count).zip(tail) {
+        *place = *byte;
+    }
+    let Ok(path) = CStr::from_bytes_until_nul(&path) else { return false };
+    sys::open(path, sys::O_RDONLY | sys::O_CLOEXEC, 0).inspect(|fd| fd.close()).is_ok()
+}
+
+/// In a forked child that attaches: closes what it inherited, so that its parent's locks can end with its parent.
+pub(super) fn drop_inherited(file: &UsageFile) {
+    let kept = Fd(KEPT.swap(-1, AcqRel));
+    if kept.0 >= 0 && file.is_same(kept) {
+        kept.close();
+    }
+}
+
+/// Where the slot's lock lives on a descriptor, a forked child would keep its parent's slot for it. The C library's own
+/// list of handlers closes the child's copy; musl has none, there the child keeps it until it ends or calls exec.
+fn close_in_forked_children() {
+    static REGISTERED: AtomicI32 = AtomicI32::new(0);
+    extern "C" fn child() {
+        let kept = Fd(KEPT.swap(-1, AcqRel));
+        if kept.0 >= 0 {
+            kept.close();
+        }
+    }
+    type Register = unsafe extern "C" fn(
+        Option<extern "C" fn()>,
+        Option<extern "C" fn()>,
+        Option<extern "C" fn()>,
+        *mut c_void,
+    ) -> c_int;
+    if REGISTERED.swap(1, AcqRel) != 0 {
+        return;
+    }
+    if let Some(address) = elf::next_function(c"__register_atfork") {
+        // SAFETY: glibc's function of this name has this type since 2.3.2.
+        let register = unsafe { core::mem::transmute::<usize, Register>(address) };
+        // SAFETY: the handler touches nothing but a word of ours; this library is never unloaded.
+        unsafe { register(None, None, Some(child), core::ptr::null_mut()) };
+    }
+}

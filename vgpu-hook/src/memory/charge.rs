@@ -1,0 +1,73 @@
+//! Asking for room, and what is counted beside it.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use mullion_accounting::Claim;
+
+use crate::container::{Card, Container};
+use crate::cuda::CUresult;
+
+/// Asks for `bytes` of `card`. `None` where the limit has no room for them, which is counted.
+#[inline]
+pub(super) fn ask(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
+    let claim = try_ask(container, card, bytes);
+    if claim.is_none() {
+        refused(card);
+    }
+    claim
+}
+
+/// Counts a request that the limit refused.
+#[cold]
+pub(super) fn refused(card: &Card) {
+    card.words.limit_hits.fetch_add(1, Relaxed);
+}
+
+/// As [`ask`], uncounted: another try follows.
+#[inline]
+pub(super) fn try_ask(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
+    match card.memory.claim(bytes, &mut container.peers()) {
+        Ok(claim) => Some(claim),
+        Err(_) => ask_pools(container, card, bytes),
+    }
+}
+
+/// What this process's own pools hold unused is as good as free: the driver, too, empties them before it refuses.
+#[cold]
+fn ask_pools(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
+    if bytes > card.memory.limit() || !container.books.pools.give_way(container, card) {
+        return None;
+    }
+    card.memory.claim(bytes, &mut container.peers()).ok()
+}
+
+/// The driver gave what was asked for.
+#[inline]
+pub(super) fn settle(card: &Card, claim: Claim) {
+    card.memory.settle(claim);
+    note_peak(card);
+}
+
+/// The driver gave `real` bytes for a claim.
+pub(super) fn settle_at(card: &Card, claim: Claim, real: u64) {
+    card.memory.settle_at(claim, real);
+    note_peak(card);
+}
+
+/// The driver failed.
+#[inline]
+pub(super) fn undo(card: &Card, claim: Claim, why: CUresult) {
+    card.memory.undo(claim);
+    // HK-15: the limit had room, the card had not.
+    if why == CUresult::OUT_OF_MEMORY {
+        card.words.card_full.fetch_add(1, Relaxed);
+    }
+}
+
+#[inline]
+pub(super) fn note_peak(card: &Card) {
+    let total = card.memory.total();
+    if total > card.words.peak.load(Relaxed) {
+        card.words.peak.fetch_max(total, Relaxed);
+    }
+}

@@ -1,0 +1,329 @@
+//! `cuMemAlloc`, `cuMemAllocPitch`, `cuMemAllocManaged`, `cuMemFree`.
+
+use core::ffi::c_uint;
+
+use mullion_accounting::Entry;
+
+use super::blocks::{self, BLOCK, Entered, Served};
+use super::{Here, Kind, Pass, charge, counted, here};
+use crate::container::{self, Card, Container};
+use crate::cuda::{CUdeviceptr, CUresult};
+use crate::driver;
+
+/// `cuMemAlloc`.
+///
+/// # Safety
+/// As `cuMemAlloc_v2`.
+#[inline]
+pub(crate) unsafe fn alloc(
+    real: unsafe extern "C" fn(*mut CUdeviceptr, usize) -> CUresult,
+    pointer: *mut CUdeviceptr,
+    bytes: usize,
+) -> CUresult {
+    // SAFETY: the caller's own size; the pointer is a place of ours.
+    unsafe { allocate(pointer, bytes as u64, |place| real(place, bytes)) }
+}
+
+/// `cuMemAllocManaged`: charged in full, although the driver may keep parts of it in the host's memory. What is on the
+/// card at a time cannot be known, and all of it can be.
+///
+/// # Safety
+/// As `cuMemAllocManaged`.
+pub(crate) unsafe fn alloc_managed(
+    real: unsafe extern "C" fn(*mut CUdeviceptr, usize, c_uint) -> CUresult,
+    pointer: *mut CUdeviceptr,
+    bytes: usize,
+    flags: c_uint,
+) -> CUresult {
+    // SAFETY: the caller's own arguments; the pointer is a place of ours.
+    unsafe { allocate(pointer, bytes as u64, |place| real(place, bytes, flags)) }
+}
+
+/// Row alignment that the driver uses for pitched memory on all cards so far, whatever the attribute says.
+const PITCH: u64 = 512;
+
+/// `cuMemAllocPitch`: charged with the pitch that the driver chose.
+///
+/// # Safety
+/// As `cuMemAllocPitch_v2`.
+pub(crate) unsafe fn alloc_pitch(
+    real: unsafe extern "C" fn(*mut CUdeviceptr, *mut usize, usize, usize, c_uint) -> CUresult,
+    pointer: *mut CUdeviceptr,
+    pitch: *mut usize,
+    width: usize,
+    height: usize,
+    element: c_uint,
+) -> CUresult {
+    let now = match here() {
+        Ok(now) if !pointer.is_null() && !pitch.is_null() => now,
+        Err(Pass::Refused(result)) => return result,
+        // SAFETY: the caller's own arguments.
+        _ => return unsafe { real(pointer, pitch, width, height, element) },
+    };
+    let expected = blocks::round_up(width as u64, PITCH).saturating_mul(height as u64);
+    let (mut place, mut row) = (0, 0);
+    let mut ask = |place: *mut CUdeviceptr| {
+        // SAFETY: the caller's own arguments; the two results go to places of ours.
+        unsafe { real(place, &raw mut row, width, height, element) }
+    };
+    let result = take(now, expected, &raw mut place, &mut ask);
+    if !result.is_ok() {
+        return result;
+    }
+    let actual = (row as u64).saturating_mul(height as u64);
+    if actual != expected && !correct(now, place, expected, actual) {
+        give_up(place);
+        charge::refused(now.card);
+        return CUresult::OUT_OF_MEMORY;
+    }
+    // SAFETY: not null, so the caller's place for a result.
+    unsafe { pitch.write(row) };
+    // SAFETY: as above.
+    unsafe { pointer.write(place) };
+    result
+}
+
+/// Counts what `ask` gets from the driver.
+///
+/// # Safety
+/// `pointer` is null or a place for a result.
+#[inline]
+unsafe fn allocate(
+    pointer: *mut CUdeviceptr,
+    bytes: u64,
+    mut ask: impl FnMut(*mut CUdeviceptr) -> CUresult,
+) -> CUresult {
+    let now = match here() {
+        Ok(now) if !pointer.is_null() => now,
+        Err(Pass::Refused(result)) => return result,
+        _ => return ask(pointer),
+    };
+    let mut place = 0;
+    let result = take(now, bytes, &raw mut place, &mut ask);
+    if result.is_ok() {
+        // SAFETY: not null, so the caller's place for a result.
+        unsafe { pointer.write(place) };
+    }
+    result
+}
+
+/// Claims, asks the driver, settles, and enters the result into the books.
+#[inline]
+fn take(
+    now: Here,
+    bytes: u64,
+    place: *mut CUdeviceptr,
+    ask: &mut impl FnMut(*mut CUdeviceptr) -> CUresult,
+) -> CUresult {
+    let served = blocks::served(bytes);
+    let size = match served {
+        Served::Blocks(size) => size,
+        Served::Piece => BLOCK,
+    };
+    let Some(claim) = charge::try_ask(now.container, now.card, size) else {
+        return match served {
+            Served::Piece => take_piece_of_known_block(now, bytes, place, ask),
+            Served::Blocks(_) => {
+                charge::refused(now.card);
+                CUresult::OUT_OF_MEMORY
+            }
+        };
+    };
+    container::fault_point();
+    let result = ask(place);
+    container::fault_point();
+    if !result.is_ok() {
+        charge::undo(now.card, claim, result);
+        return result;
+    }
+    // SAFETY: the driver has just written it, or left what was there.
+    let address = unsafe { place.read() };
+    let kind = match served {
+        Served::Blocks(_) => {
+            charge::settle(now.card, claim);
+            Kind::Blocks
+        }
+        Served::Piece => match enter(now, address, bytes) {
+            Entered::First => {
+                charge::settle(now.card, claim);
+                Kind::Piece
+            }
+            Entered::Another => {
+                now.card.memory.undo(claim);
+                Kind::Piece
+            }
+            Entered::Alone => {
+                charge::settle(now.card, claim);
+                Kind::Blocks
+            }
+        },
+    };
+    let size = if kind == Kind::Piece { bytes } else { size };
+    let entry = Entry { size, card: now.card.index, kind: kind as u8, note: now.context };
+    if now.container.books.pointers.insert(address, &entry).is_ok() {
+        return result;
+    }
+    // No memory for the books: what cannot be counted is not given.
+    free_at_driver(address);
+    give_back(now.container, now.card, address, &entry);
+    CUresult::OUT_OF_MEMORY
+}
+
+fn enter(now: Here, address: CUdeviceptr, bytes: u64) -> Entered {
+    let blocks = now.container.books.blocks.get(usize::from(now.card.index));
+    blocks.map_or(Entered::Alone, |blocks| blocks.enter(address, bytes))
+}
+
+/// There is no room for another block, but a piece may still fit into one that is paid for.
+#[cold]
+fn take_piece_of_known_block(
+    now: Here,
+    bytes: u64,
+    place: *mut CUdeviceptr,
+    ask: &mut impl FnMut(*mut CUdeviceptr) -> CUresult,
+) -> CUresult {
+    let refuse = || {
+        charge::refused(now.card);
+        CUresult::OUT_OF_MEMORY
+    };
+    let blocks = now.container.books.blocks.get(usize::from(now.card.index));
+    if !blocks.is_some_and(|blocks| blocks.may_have_room(bytes)) {
+        return refuse();
+    }
+    let result = ask(place);
+    if !result.is_ok() {
+        return result;
+    }
+    // SAFETY: the driver has just written it.
+    let address = unsafe { place.read() };
+    let entry = Entry { size: bytes, card: now.card.index, kind: Kind::Piece as u8, note: now.context };
+    match enter(now, address, bytes) {
+        Entered::Another => {
+            if now.container.books.pointers.insert(address, &entry).is_ok() {
+                return result;
+            }
+            free_at_driver(address);
+            give_back(now.container, now.card, address, &entry);
+        }
+        // The room was in holes too small for it, and the driver took another block.
+        Entered::First => {
+            free_at_driver(address);
+            if let Some(blocks) = blocks {
+                blocks.leave(address, bytes);
+            }
+        }
+        Entered::Alone => free_at_driver(address),
+    }
+    refuse()
+}
+
+/// Changes the charge of a new allocation to what it really takes. `false` where the limit has no room for that.
+#[cold]
+fn correct(now: Here, address: CUdeviceptr, expected: u64, actual: u64) -> bool {
+    let (Served::Blocks(before), Served::Blocks(after)) = (blocks::served(expected), blocks::served(actual))
+    else {
+        // Pieces differ within their block only.
+        return blocks::served(expected) == blocks::served(actual) || correct_kind(now, address, actual);
+    };
+    if after > before {
+        let Some(claim) = charge::try_ask(now.container, now.card, after - before) else { return false };
+        charge::settle(now.card, claim);
+    } else {
+        now.card.memory.free(before - after);
+    }
+    now.container.books.pointers.swap_size(address, after);
+    true
+}
+
+/// The pitch made blocks out of a piece, or the other way round.
+fn correct_kind(now: Here, address: CUdeviceptr, actual: u64) -> bool {
+    let Some(old) = now.container.books.pointers.take(address) else { return false };
+    give_back(now.container, now.card, address, &old);
+    let size = match blocks::served(actual) {
+        Served::Blocks(size) => size,
+        Served::Piece => BLOCK,
+    };
+    let Some(claim) = charge::try_ask(now.container, now.card, size) else {
+        return false;
+    };
+    charge::settle(now.card, claim);
+    let entry = Entry { size, card: now.card.index, kind: Kind::Blocks as u8, note: now.context };
+    now.container.books.pointers.insert(address, &entry).is_ok()
+}
+
+/// Frees what was just allocated and cannot be kept.
+#[cold]
+fn give_up(address: CUdeviceptr) {
+    let Ok(container) = counted() else { return };
+    let entry = container.books.pointers.take(address);
+    free_at_driver(address);
+    if let Some(entry) = entry
+        && let Some(card) = container.card_at(entry.card)
+    {
+        give_back(container, card, address, &entry);
+    }
+}
+
+#[cold]
+fn free_at_driver(address: CUdeviceptr) {
+    if let Some(free) = driver::function!(cuMemFree_v2: unsafe extern "C" fn(CUdeviceptr) -> CUresult) {
+        // SAFETY: an allocation that nobody knows of.
+        let _ = unsafe { free(address) };
+    }
+}
+
+/// Takes a freed address off the account.
+#[inline]
+pub(super) fn give_back(container: &Container, card: &Card, address: CUdeviceptr, entry: &Entry) {
+    if entry.kind == Kind::Piece as u8 {
+        let blocks = container.books.blocks.get(usize::from(card.index));
+        if blocks.is_some_and(|blocks| blocks.leave(address, entry.size)) {
+            card.memory.free(BLOCK);
+        }
+    } else if entry.kind == Kind::Blocks as u8 {
+        card.memory.free(entry.size);
+    } else if entry.kind == Kind::Pooled as u8 {
+        container.books.pools.left(entry.note);
+    }
+}
+
+/// `cuMemFree`.
+///
+/// # Safety
+/// As `cuMemFree_v2`.
+#[inline]
+pub(crate) unsafe fn free(
+    real: unsafe extern "C" fn(CUdeviceptr) -> CUresult,
+    pointer: CUdeviceptr,
+) -> CUresult {
+    // SAFETY: the caller's own argument.
+    free_by(pointer, || unsafe { real(pointer) })
+}
+
+/// Frees an address by whatever call.
+#[inline]
+pub(super) fn free_by(pointer: CUdeviceptr, real: impl FnOnce() -> CUresult) -> CUresult {
+    let Ok(container) = counted() else { return real() };
+    let Some(entry) = container.books.pointers.take(pointer) else { return free_unknown(container, real) };
+    container::fault_point();
+    let result = real();
+    container::fault_point();
+    let Some(card) = container.card_at(entry.card) else { return result };
+    if result.is_ok() {
+        give_back(container, card, pointer, &entry);
+    } else {
+        let _ = container.books.pointers.insert(pointer, &entry);
+    }
+    result
+}
+
+/// An address that is in no table: an imported one, one of a graph, or none at all. The driver knows.
+#[cold]
+fn free_unknown(container: &'static Container, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = real();
+    if result.is_ok() {
+        container.books.pools.observe_all(container);
+        container.books.graphs.observe_all(container);
+    }
+    result
+}

@@ -1,0 +1,408 @@
+//! Stream-ordered allocations, and what a program does with pools.
+
+use core::ffi::{c_int, c_void};
+
+use mullion_accounting::Entry;
+
+use super::blocks::{BLOCK, round_up};
+use super::pools::Following;
+use super::{Here, Kind, Pass, charge, counted, here, linear};
+use crate::container;
+use crate::cuda::{
+    CUdevice, CUdeviceptr, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, CUuint64, LOCATION_DEVICE,
+};
+use crate::driver;
+
+/// In what pools grow for small requests, as seen on cards with drivers 535 to 570.
+const GROWTH: u64 = 32 << 20;
+
+type Alloc = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUstream) -> CUresult;
+type AllocFrom = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUmemoryPool, CUstream) -> CUresult;
+type Free = unsafe extern "C" fn(CUdeviceptr, CUstream) -> CUresult;
+
+/// `cuMemAllocAsync`, on the legacy default stream's side.
+///
+/// # Safety
+/// As `cuMemAllocAsync`.
+pub(crate) unsafe fn alloc_async(
+    real: Alloc,
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
+    // SAFETY: the caller's own arguments; the address is a place of ours.
+    unsafe { from_current_pool(address, bytes, stream, |place| real(place, bytes, stream), false) }
+}
+
+/// `cuMemAllocAsync` on each thread's own default stream.
+///
+/// # Safety
+/// As `cuMemAllocAsync_ptsz`.
+pub(crate) unsafe fn alloc_async_ptsz(
+    real: Alloc,
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+) -> CUresult {
+    // SAFETY: the caller's own arguments; the address is a place of ours.
+    unsafe { from_current_pool(address, bytes, stream, |place| real(place, bytes, stream), true) }
+}
+
+/// `cuMemAllocFromPoolAsync`.
+///
+/// # Safety
+/// As `cuMemAllocFromPoolAsync`.
+pub(crate) unsafe fn alloc_from_pool(
+    real: AllocFrom,
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    pool: CUmemoryPool,
+    stream: CUstream,
+) -> CUresult {
+    // SAFETY: the caller's own arguments; the address is a place of ours.
+    unsafe { from_pool(address, bytes, pool, stream, |place| real(place, bytes, pool, stream), false) }
+}
+
+/// `cuMemAllocFromPoolAsync` on each thread's own default stream.
+///
+/// # Safety
+/// As `cuMemAllocFromPoolAsync_ptsz`.
+pub(crate) unsafe fn alloc_from_pool_ptsz(
+    real: AllocFrom,
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    pool: CUmemoryPool,
+    stream: CUstream,
+) -> CUresult {
+    // SAFETY: the caller's own arguments; the address is a place of ours.
+    unsafe { from_pool(address, bytes, pool, stream, |place| real(place, bytes, pool, stream), true) }
+}
+
+/// The device whose pool `stream` allocates from.
+fn device_of(now: Here, stream: CUstream) -> Option<CUdevice> {
+    // 0, 1 and 2 stand for default streams, which belong to the current context.
+    if stream.addr() > 2
+        && let Some(ask) =
+            driver::function!(cuStreamGetDevice: unsafe extern "C" fn(CUstream, *mut CUdevice) -> CUresult)
+    {
+        let mut device = -1;
+        // SAFETY: the caller's stream; the driver writes one number.
+        if unsafe { ask(stream, &raw mut device) }.is_ok() {
+            return Some(device);
+        }
+    }
+    now.container.device(now.card)
+}
+
+/// # Safety
+/// `address` is null or a place for a result.
+unsafe fn from_current_pool(
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    stream: CUstream,
+    ask: impl FnOnce(*mut CUdeviceptr) -> CUresult,
+    per_thread: bool,
+) -> CUresult {
+    let now = match here() {
+        Ok(now) if !address.is_null() => now,
+        Err(Pass::Refused(result)) => return result,
+        _ => return ask(address),
+    };
+    let current =
+        driver::function!(cuDeviceGetMemPool: unsafe extern "C" fn(*mut CUmemoryPool, CUdevice) -> CUresult);
+    let mut pool = core::ptr::null_mut();
+    let device = device_of(now, stream);
+    // SAFETY: the driver writes one handle.
+    let found =
+        current.zip(device).is_some_and(|(ask, device)| unsafe { ask(&raw mut pool, device) }.is_ok());
+    let card = device.and_then(|device| now.container.card(device)).unwrap_or(now.card);
+    if !found {
+        return ask(address);
+    }
+    // SAFETY: as the caller says.
+    unsafe { counted_alloc(Here { card, ..now }, address, bytes, pool, stream, ask, per_thread) }
+}
+
+/// # Safety
+/// `address` is null or a place for a result.
+unsafe fn from_pool(
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    pool: CUmemoryPool,
+    stream: CUstream,
+    ask: impl FnOnce(*mut CUdeviceptr) -> CUresult,
+    per_thread: bool,
+) -> CUresult {
+    let now = match here() {
+        Ok(now) if !address.is_null() && !pool.is_null() => now,
+        Err(Pass::Refused(result)) => return result,
+        _ => return ask(address),
+    };
+    // SAFETY: as the caller says.
+    unsafe { counted_alloc(now, address, bytes, pool, stream, ask, per_thread) }
+}
+
+/// Follows the pool through one allocation.
+///
+/// # Safety
+/// `address` is a place for a result.
+unsafe fn counted_alloc(
+    now: Here,
+    address: *mut CUdeviceptr,
+    bytes: usize,
+    pool: CUmemoryPool,
+    stream: CUstream,
+    ask: impl FnOnce(*mut CUdeviceptr) -> CUresult,
+    per_thread: bool,
+) -> CUresult {
+    let Here { container, card, .. } = now;
+    let pools = &container.books.pools;
+    let pool = pool.addr() as u64;
+    // Under capture it becomes a node of a graph, whose memory comes with the launch.
+    container.books.graphs.expect_allocations();
+    // A pool that the program did not make is a device's own.
+    if !pools.knows(pool) && !pools.add(pool, Some(card)) {
+        return CUresult::OUT_OF_MEMORY;
+    }
+    let Some((index, following)) = pools.hold(container, pool) else { return ask(address) };
+    let (before, used) = following.look();
+    let wanted = bytes as u64;
+    let missing = round_up(wanted.saturating_sub(before.saturating_sub(used)), BLOCK);
+    let claim = [round_up(wanted, GROWTH), missing]
+        .into_iter()
+        .find_map(|bytes| charge::try_ask(container, card, bytes))
+        .or_else(|| following.trim().then(|| charge::try_ask(container, card, missing)).flatten());
+    let Some(claim) = claim else {
+        charge::refused(card);
+        return CUresult::OUT_OF_MEMORY;
+    };
+    // A trim may have changed it.
+    let before = following.charged();
+    let mut place = 0;
+    container::fault_point();
+    let result = ask(&raw mut place);
+    container::fault_point();
+    let after = following.reserved();
+    if !result.is_ok() {
+        charge::undo(card, claim, result);
+        following.look();
+        return result;
+    }
+    let grown = after.saturating_sub(before);
+    let claimed = claim.bytes();
+    if grown > claimed {
+        // It grew by more than could be known beforehand.
+        let more = charge::try_ask(container, card, grown - claimed);
+        charge::settle(card, claim);
+        following.settled(before + claimed);
+        match more {
+            Some(more) => {
+                charge::settle(card, more);
+                following.settled(after);
+            }
+            None => return take_back(now, &following, place, stream, per_thread),
+        }
+    } else {
+        charge::settle_at(card, claim, grown);
+        if after < before {
+            card.memory.free(before - after);
+        }
+        following.settled(after);
+    }
+    let entry = Entry { size: wanted, card: card.index, kind: Kind::Pooled as u8, note: index };
+    if container.books.pointers.insert(place, &entry).is_err() {
+        return take_back(now, &following, place, stream, per_thread);
+    }
+    following.entered();
+    // SAFETY: the caller's place for a result.
+    unsafe { address.write(place) };
+    result
+}
+
+/// The pool passed the limit for this allocation: it goes back, and the pool gives up what it does not need. Until it has,
+/// all of it is charged.
+#[cold]
+fn take_back(
+    now: Here,
+    following: &Following<'_>,
+    address: CUdeviceptr,
+    stream: CUstream,
+    per_thread: bool,
+) -> CUresult {
+    let free = if per_thread {
+        driver::function!(cuMemFreeAsync_ptsz: Free)
+    } else {
+        driver::function!(cuMemFreeAsync: Free)
+    };
+    if let Some(free) = free {
+        // SAFETY: an allocation that nobody knows of, and the stream that it was made on.
+        let _ = unsafe { free(address, stream) };
+    }
+    following.look();
+    following.trim();
+    charge::refused(now.card);
+    CUresult::OUT_OF_MEMORY
+}
+
+/// `cuMemFreeAsync`.
+///
+/// # Safety
+/// As `cuMemFreeAsync`.
+pub(crate) unsafe fn free_async(real: Free, pointer: CUdeviceptr, stream: CUstream) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    linear::free_by(pointer, || unsafe { real(pointer, stream) })
+}
+
+/// `cuMemPoolCreate`.
+///
+/// # Safety
+/// As `cuMemPoolCreate`.
+pub(crate) unsafe fn pool_create(
+    real: unsafe extern "C" fn(*mut CUmemoryPool, *const CUmemPoolProps) -> CUresult,
+    pool: *mut CUmemoryPool,
+    properties: *const CUmemPoolProps,
+) -> CUresult {
+    let container = match counted() {
+        Ok(container) => Some(container),
+        Err(Pass::Refused(result)) => return result,
+        Err(Pass::Driver) => None,
+    };
+    // SAFETY: the caller's own arguments.
+    let result = unsafe { real(pool, properties) };
+    let Some(container) = container.filter(|_| result.is_ok()) else { return result };
+    // SAFETY: the driver took it, so it is there.
+    let location = unsafe { properties.read() }.location;
+    let card = if location.kind == LOCATION_DEVICE { container.card(location.id) } else { None };
+    // SAFETY: the driver has just written it.
+    let made = unsafe { pool.read() };
+    if container.books.pools.add(made.addr() as u64, card) {
+        container.books.pools.observe(container, made.addr() as u64);
+        return result;
+    }
+    destroy_at_driver(made);
+    CUresult::OUT_OF_MEMORY
+}
+
+#[cold]
+fn destroy_at_driver(pool: CUmemoryPool) {
+    if let Some(destroy) = driver::function!(cuMemPoolDestroy: unsafe extern "C" fn(CUmemoryPool) -> CUresult)
+    {
+        // SAFETY: a pool that nobody knows of.
+        let _ = unsafe { destroy(pool) };
+    }
+}
+
+/// `cuMemPoolImportFromShareableHandle`: its maker is charged.
+///
+/// # Safety
+/// As `cuMemPoolImportFromShareableHandle`.
+pub(crate) unsafe fn pool_import(
+    real: unsafe extern "C" fn(*mut CUmemoryPool, *mut c_void, u32, CUuint64) -> CUresult,
+    pool: *mut CUmemoryPool,
+    handle: *mut c_void,
+    kind: u32,
+    flags: CUuint64,
+) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    let result = unsafe { real(pool, handle, kind, flags) };
+    if result.is_ok()
+        && let Ok(container) = counted()
+    {
+        // SAFETY: the driver has just written it.
+        let imported = unsafe { pool.read() };
+        container.books.pools.add(imported.addr() as u64, None);
+    }
+    result
+}
+
+/// `cuMemPoolDestroy`.
+///
+/// # Safety
+/// As `cuMemPoolDestroy`.
+pub(crate) unsafe fn pool_destroy(
+    real: unsafe extern "C" fn(CUmemoryPool) -> CUresult,
+    pool: CUmemoryPool,
+) -> CUresult {
+    // SAFETY: the caller's own argument.
+    let destroy = || unsafe { real(pool) };
+    match counted() {
+        Ok(container) => container.books.pools.end(container, pool.addr() as u64, destroy),
+        Err(_) => destroy(),
+    }
+}
+
+fn then_observe(pool: CUmemoryPool, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = real();
+    if let Ok(container) = counted() {
+        container.books.pools.observe(container, pool.addr() as u64);
+    }
+    result
+}
+
+/// `cuMemPoolTrimTo`.
+///
+/// # Safety
+/// As `cuMemPoolTrimTo`.
+pub(crate) unsafe fn pool_trim(
+    real: unsafe extern "C" fn(CUmemoryPool, usize) -> CUresult,
+    pool: CUmemoryPool,
+    keep: usize,
+) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    then_observe(pool, || unsafe { real(pool, keep) })
+}
+
+/// `cuMemPoolSetAttribute`: a lower threshold lets it give memory back.
+///
+/// # Safety
+/// As `cuMemPoolSetAttribute`.
+pub(crate) unsafe fn pool_set_attribute(
+    real: unsafe extern "C" fn(CUmemoryPool, c_int, *mut c_void) -> CUresult,
+    pool: CUmemoryPool,
+    attribute: c_int,
+    value: *mut c_void,
+) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    then_observe(pool, || unsafe { real(pool, attribute, value) })
+}
+
+fn then_observe_all(real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = real();
+    if let Ok(container) = counted() {
+        container.books.pools.observe_all(container);
+    }
+    result
+}
+
+/// `cuStreamSynchronize`, after which pools give back what they hold beyond their threshold.
+///
+/// # Safety
+/// As `cuStreamSynchronize`.
+pub(crate) unsafe fn stream_synchronize(
+    real: unsafe extern "C" fn(CUstream) -> CUresult,
+    stream: CUstream,
+) -> CUresult {
+    // SAFETY: the caller's own argument.
+    then_observe_all(|| unsafe { real(stream) })
+}
+
+/// `cuEventSynchronize`, and `cuCtxSynchronize` of a given context.
+///
+/// # Safety
+/// As `cuEventSynchronize`.
+pub(crate) unsafe fn synchronize_on(
+    real: unsafe extern "C" fn(*mut c_void) -> CUresult,
+    on: *mut c_void,
+) -> CUresult {
+    // SAFETY: the caller's own argument.
+    then_observe_all(|| unsafe { real(on) })
+}
+
+/// `cuCtxSynchronize`.
+///
+/// # Safety
+/// As `cuCtxSynchronize`.
+pub(crate) unsafe fn context_synchronize(real: unsafe extern "C" fn() -> CUresult) -> CUresult {
+    // SAFETY: it takes nothing.
+    then_observe_all(|| unsafe { real() })
+}

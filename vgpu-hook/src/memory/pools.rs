@@ -1,0 +1,290 @@
+//! Memory pools: charged with what they hold, not with what is allocated from them.
+//!
+//! A pool takes memory from the card in pieces of its own choice and keeps it when an allocation is freed, until a
+//! synchronisation, a trim or its end. So the charge of each pool follows the driver's own figure
+//! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`), which is read after each call that may change it.
+
+use core::ptr::null_mut;
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};
+
+use mullion_accounting::Entry;
+
+use super::arena::{Arena, Entries};
+use super::charge;
+use crate::container::{Card, Container, Held, Lock};
+use crate::cuda::{CUmemoryPool, CUresult};
+use crate::driver;
+use crate::sys;
+
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`.
+const RESERVED: u32 = 5;
+/// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
+const USED: u32 = 7;
+
+/// Pools that one process may have at a time.
+const RECORDS: usize = 4096;
+
+/// Not on a card that is counted: in the host's memory, or somebody else's.
+const UNCOUNTED: u32 = u32::MAX;
+
+const FREE: u32 = 0;
+const LIVE: u32 = 1;
+/// The program destroyed it while allocations were left: it ends with the last of them.
+const ORPHAN: u32 = 2;
+
+/// One pool.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub(super) struct Record {
+    lock: Lock,
+    state: AtomicU32,
+    card: AtomicU32,
+    handle: AtomicU64,
+    charged: AtomicU64,
+    /// Allocations from it.
+    live: AtomicU64,
+}
+
+/// All pools of this process.
+#[derive(Debug)]
+pub(crate) struct Pools {
+    lock: Lock,
+    records: AtomicPtr<Record>,
+    /// Records that were ever used.
+    count: AtomicU32,
+    by_handle: Entries,
+}
+
+/// What the driver says of a pool.
+fn attribute(pool: u64, which: u32) -> Option<u64> {
+    let ask = driver::function!(
+        cuMemPoolGetAttribute: unsafe extern "C" fn(CUmemoryPool, u32, *mut u64) -> CUresult
+    )?;
+    let mut value = 0;
+    // SAFETY: the driver writes one number.
+    let result = unsafe { ask(pointer(pool), which, &raw mut value) };
+    result.is_ok().then_some(value)
+}
+
+fn pointer(handle: u64) -> CUmemoryPool {
+    core::ptr::with_exposed_provenance_mut(usize::try_from(handle).unwrap_or(0))
+}
+
+/// A pool whose record is held: what it holds can be followed through one call of the driver.
+#[derive(Debug)]
+pub(super) struct Following<'r> {
+    record: &'r Record,
+    card: &'r Card,
+    _held: Held<'r>,
+}
+
+impl Following<'_> {
+    /// Bytes that the pool holds, and how many of them are in use; brings the charge up to date.
+    pub(super) fn look(&self) -> (u64, u64) {
+        let handle = self.record.handle.load(Relaxed);
+        let reserved = match self.record.state.load(Relaxed) {
+            LIVE => attribute(handle, RESERVED).unwrap_or(0),
+            _ => self.record.charged.load(Relaxed),
+        };
+        self.follow(reserved);
+        (reserved, attribute(handle, USED).unwrap_or(reserved))
+    }
+
+    /// What the driver says that the pool holds.
+    pub(super) fn reserved(&self) -> u64 {
+        attribute(self.record.handle.load(Relaxed), RESERVED).unwrap_or(self.charged())
+    }
+
+    pub(super) fn charged(&self) -> u64 {
+        self.record.charged.load(Relaxed)
+    }
+
+    fn follow(&self, reserved: u64) {
+        let charged = self.record.charged.swap(reserved, Relaxed);
+        if charged != reserved {
+            self.card.memory.adjust(charged, reserved);
+            charge::note_peak(self.card);
+        }
+    }
+
+    /// The pool holds `reserved` bytes now, and the difference is charged already.
+    pub(super) fn settled(&self, reserved: u64) {
+        self.record.charged.store(reserved, Relaxed);
+    }
+
+    /// Gives what is unused back to the card; whether that was anything.
+    pub(super) fn trim(&self) -> bool {
+        let (reserved, used) = self.look();
+        if reserved <= used || self.record.state.load(Relaxed) != LIVE {
+            return false;
+        }
+        let trim = driver::function!(cuMemPoolTrimTo: unsafe extern "C" fn(CUmemoryPool, usize) -> CUresult);
+        if let Some(trim) = trim {
+            // SAFETY: a live pool.
+            let _ = unsafe { trim(pointer(self.record.handle.load(Relaxed)), 0) };
+        }
+        self.look().0 < reserved
+    }
+
+    pub(super) fn entered(&self) {
+        self.record.live.fetch_add(1, Relaxed);
+    }
+}
+
+impl Pools {
+    pub(super) const fn new() -> Self {
+        Self {
+            lock: Lock::new(),
+            records: AtomicPtr::new(null_mut()),
+            count: AtomicU32::new(0),
+            by_handle: Arena::table(),
+        }
+    }
+
+    /// Whether there is any.
+    #[inline]
+    pub(super) fn any(&self) -> bool {
+        self.count.load(Relaxed) != 0
+    }
+
+    fn records(&self) -> &[Record] {
+        let at = self.records.load(Acquire);
+        if at.is_null() {
+            return &[];
+        }
+        let count = usize::try_from(self.count.load(Acquire)).unwrap_or(RECORDS).min(RECORDS);
+        // SAFETY: the mapping has room for all records; zero is a free one.
+        unsafe { core::slice::from_raw_parts(at, count) }
+    }
+
+    fn record(&self, pool: u64) -> Option<(u64, &Record)> {
+        let index = self.by_handle.get(pool)?.note;
+        Some((index, self.records().get(usize::try_from(index).ok()?)?))
+    }
+
+    /// Whether the pool has a record.
+    pub(super) fn knows(&self, pool: u64) -> bool {
+        self.by_handle.get(pool).is_some()
+    }
+
+    /// Gives a pool a record; `None` for a pool that is not counted. `false` where there is no room.
+    pub(super) fn add(&self, pool: u64, card: Option<&Card>) -> bool {
+        let _held = self.lock.lock();
+        if self.by_handle.get(pool).is_some() {
+            return true;
+        }
+        if self.records.load(Relaxed).is_null() {
+            let Ok(new) = sys::map_private(RECORDS * size_of::<Record>()) else { return false };
+            self.records.store(new.cast(), Release);
+        }
+        let free = self.records().iter().position(|record| record.state.load(Acquire) == FREE);
+        let index = free.unwrap_or(self.records().len());
+        if index == RECORDS {
+            return false;
+        }
+        if free.is_none() {
+            self.count.fetch_add(1, Release);
+        }
+        let Some(record) = self.records().get(index) else { return false };
+        record.card.store(card.map_or(UNCOUNTED, |card| card.index.into()), Relaxed);
+        record.handle.store(pool, Relaxed);
+        record.charged.store(0, Relaxed);
+        record.live.store(0, Relaxed);
+        record.state.store(LIVE, Release);
+        self.by_handle.insert(pool, &Entry { note: index as u64, ..Entry::default() }).is_ok()
+    }
+
+    fn follow<'r>(&self, container: &'r Container, record: &'r Record, wait: bool) -> Option<Following<'r>> {
+        let card = u8::try_from(record.card.load(Relaxed)).ok().and_then(|index| container.card_at(index))?;
+        let held = if wait { record.lock.lock() } else { record.lock.try_lock()? };
+        Some(Following { record, card, _held: held })
+    }
+
+    /// Holds a pool's record; `None` for one that is not counted. Also the record's number, for [`Self::left`].
+    pub(super) fn hold<'r>(&'r self, container: &'r Container, pool: u64) -> Option<(u64, Following<'r>)> {
+        let (index, record) = self.record(pool)?;
+        Some((index, self.follow(container, record, true)?))
+    }
+
+    /// Reads what one pool holds.
+    pub(super) fn observe(&self, container: &Container, pool: u64) {
+        if let Some((_, following)) = self.hold(container, pool) {
+            following.look();
+        }
+    }
+
+    /// Reads what all pools hold: after a call that may have made any of them give memory back.
+    pub(super) fn observe_all(&self, container: &Container) {
+        if !self.any() {
+            return;
+        }
+        for record in self.records() {
+            if record.charged.load(Relaxed) == 0 && record.state.load(Relaxed) != ORPHAN {
+                continue;
+            }
+            let Some(following) = self.follow(container, record, true) else { continue };
+            if record.state.load(Relaxed) == ORPHAN && record.live.load(Relaxed) == 0 {
+                following.follow(0);
+                record.state.store(FREE, Release);
+            } else {
+                following.look();
+            }
+        }
+    }
+
+    /// Makes the pools on `card` give back what they do not use; whether any did. A pool that is held is left alone.
+    pub(super) fn give_way(&self, container: &Container, card: &Card) -> bool {
+        let mut any = container.books.graphs.give_way(container, card);
+        for record in self.records() {
+            if record.card.load(Relaxed) != u32::from(card.index) || record.charged.load(Relaxed) == 0 {
+                continue;
+            }
+            let before = record.charged.load(Relaxed);
+            if let Some(following) = self.follow(container, record, false) {
+                any |= following.trim() || following.charged() < before;
+            }
+        }
+        any
+    }
+
+    /// An allocation of the pool with this record was freed.
+    pub(super) fn left(&self, index: u64) {
+        if let Some(record) = usize::try_from(index).ok().and_then(|index| self.records().get(index)) {
+            let _ = record.live.try_update(Relaxed, Relaxed, |live| live.checked_sub(1));
+        }
+    }
+
+    /// The program is about to destroy a pool: what is left of it then.
+    pub(super) fn end(
+        &self,
+        container: &Container,
+        pool: u64,
+        destroy: impl FnOnce() -> CUresult,
+    ) -> CUresult {
+        let _held = self.lock.lock();
+        let Some(entry) = self.by_handle.take(pool) else { return destroy() };
+        let record = usize::try_from(entry.note).ok().and_then(|index| self.records().get(index));
+        let following = record.and_then(|record| self.follow(container, record, true));
+        if let Some(following) = &following {
+            following.look();
+        }
+        let result = destroy();
+        if !result.is_ok() {
+            let _ = self.by_handle.insert(pool, &entry);
+            return result;
+        }
+        match (record, following) {
+            (Some(record), Some(_)) if record.live.load(Relaxed) > 0 => {
+                record.state.store(ORPHAN, Release);
+            }
+            (Some(record), Some(following)) => {
+                following.follow(0);
+                record.state.store(FREE, Release);
+            }
+            (Some(record), None) => record.state.store(FREE, Release),
+            (None, _) => {}
+        }
+        result
+    }
+}

@@ -1,0 +1,328 @@
+//! `cuMemCreate` and what is done with its handles.
+//!
+//! The memory is there until the last reference to its handle is released *and* the last mapping is gone: programs
+//! release the handle right after mapping and rely on that. So both are counted. Reserving addresses, mapping and
+//! access rights cost nothing by themselves. An imported handle is charged to the process that made it.
+
+use core::ffi::c_void;
+use core::sync::atomic::AtomicU64;
+use core::sync::atomic::Ordering::Relaxed;
+
+use mullion_accounting::Entry;
+
+use super::arena::{Arena, Entries};
+use super::{Pass, charge, counted};
+use crate::container::{self, Container, Lock};
+use crate::cuda::{
+    CUdeviceptr, CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CUuint64, LOCATION_DEVICE,
+};
+use crate::driver;
+
+/// The allocations of this process.
+#[derive(Debug)]
+pub(crate) struct Allocations {
+    lock: Lock,
+    next: AtomicU64,
+    /// By our own number; `note` is references << 32 | mappings.
+    by_number: Entries,
+    /// By handle; `size` is the references that the program holds by it, `note` our number.
+    handles: Entries,
+    /// By address; `size` is the length of the mapping, `note` our number.
+    mappings: Entries,
+}
+
+const REFERENCE: u64 = 1 << 32;
+const MAPPING: u64 = 1;
+
+impl Allocations {
+    pub(super) const fn new() -> Self {
+        Self {
+            lock: Lock::new(),
+            next: AtomicU64::new(1),
+            by_number: Arena::table(),
+            handles: Arena::table(),
+            mappings: Arena::table(),
+        }
+    }
+
+    /// Enters a new allocation; `false` where there is no memory for it.
+    fn add(&self, handle: u64, size: u64, card: u8) -> bool {
+        let _held = self.lock.lock();
+        let number = self.next.fetch_add(1, Relaxed);
+        let new = Entry { size, card, kind: 1, note: REFERENCE };
+        let by_handle = Entry { size: 1, card, kind: 1, note: number };
+        self.by_number.insert(number, &new).is_ok() && self.handles.insert(handle, &by_handle).is_ok()
+    }
+
+    /// Changes the counts of an allocation; what it was when nothing holds it any more.
+    fn change(&self, number: u64, change: impl FnOnce(u64) -> u64) -> Option<Entry> {
+        let mut entry = self.by_number.take(number)?;
+        entry.note = change(entry.note);
+        if entry.note == 0 {
+            return Some(entry);
+        }
+        // The place that it came from is free again.
+        let _ = self.by_number.insert(number, &entry);
+        None
+    }
+
+    /// Takes one reference out of the table before the driver is asked.
+    fn take_reference(&self, handle: u64) -> Option<Entry> {
+        let _held = self.lock.lock();
+        let entry = self.handles.take(handle)?;
+        if entry.size > 1 {
+            let _ = self.handles.insert(handle, &Entry { size: entry.size - 1, ..entry });
+        }
+        Some(entry)
+    }
+
+    /// The driver refused: the reference is back.
+    fn put_reference(&self, handle: u64, entry: &Entry) {
+        let _held = self.lock.lock();
+        self.handles.take(handle);
+        let _ = self.handles.insert(handle, entry);
+    }
+
+    fn drop_reference(&self, entry: &Entry) -> Option<Entry> {
+        let _held = self.lock.lock();
+        self.change(entry.note, |counts| counts.saturating_sub(REFERENCE))
+    }
+
+    fn add_mapping(&self, address: u64, size: u64, handle: u64) -> bool {
+        let _held = self.lock.lock();
+        let Some(by_handle) = self.handles.get(handle) else { return false };
+        let mapping = Entry { size, note: by_handle.note, ..by_handle };
+        let entered = self.mappings.insert(address, &mapping).is_ok();
+        self.change(by_handle.note, |counts| counts + MAPPING);
+        entered
+    }
+
+    fn take_mapping(&self, address: u64) -> Option<Entry> {
+        let _held = self.lock.lock();
+        self.mappings.take(address)
+    }
+
+    fn put_mapping(&self, address: u64, entry: &Entry) {
+        let _held = self.lock.lock();
+        let _ = self.mappings.insert(address, entry);
+    }
+
+    fn drop_mapping(&self, entry: &Entry) -> Option<Entry> {
+        let _held = self.lock.lock();
+        self.change(entry.note, |counts| counts.saturating_sub(MAPPING))
+    }
+
+    /// The driver gave one more reference to what is mapped at `address`.
+    fn retain(&self, handle: u64, address: u64) {
+        let _held = self.lock.lock();
+        let mut mapping = self.mappings.get(address);
+        if mapping.is_none() {
+            self.mappings.drain(
+                |start, entry| {
+                    if start <= address && address - start < entry.size {
+                        mapping = Some(*entry);
+                    }
+                    false
+                },
+                |_, _| {},
+            );
+        }
+        let known = self.handles.take(handle);
+        let Some(number) = known.or(mapping).map(|entry| entry.note) else { return };
+        let base = known.unwrap_or(Entry { size: 0, card: 0, kind: 1, note: number });
+        let _ = self.handles.insert(handle, &Entry { size: base.size + 1, ..base });
+        self.change(number, |counts| counts + REFERENCE);
+    }
+}
+
+fn free(container: &Container, gone: Option<Entry>) {
+    if let Some(entry) = gone
+        && let Some(card) = container.card_at(entry.card)
+    {
+        card.memory.free(entry.size);
+    }
+}
+
+/// `cuMemCreate`.
+///
+/// # Safety
+/// As `cuMemCreate`.
+pub(crate) unsafe fn create(
+    real: unsafe extern "C" fn(
+        *mut CUmemGenericAllocationHandle,
+        usize,
+        *const CUmemAllocationProp,
+        CUuint64,
+    ) -> CUresult,
+    handle: *mut CUmemGenericAllocationHandle,
+    size: usize,
+    properties: *const CUmemAllocationProp,
+    flags: CUuint64,
+) -> CUresult {
+    let container = match counted() {
+        Ok(container) => container,
+        Err(Pass::Refused(result)) => return result,
+        // SAFETY: the caller's own arguments.
+        Err(Pass::Driver) => return unsafe { real(handle, size, properties, flags) },
+    };
+    // SAFETY: null, or the caller's structure.
+    let location = unsafe { properties.as_ref() }.map(|properties| properties.location);
+    let card = location
+        .filter(|location| location.kind == LOCATION_DEVICE)
+        .and_then(|location| container.card(location.id));
+    let (Some(card), false) = (card, handle.is_null()) else {
+        // Memory of the host, or something that the driver will refuse.
+        // SAFETY: the caller's own arguments.
+        return unsafe { real(handle, size, properties, flags) };
+    };
+    let Some(claim) = charge::ask(container, card, size as u64) else { return CUresult::OUT_OF_MEMORY };
+    let mut place = 0;
+    container::fault_point();
+    // SAFETY: the caller's own arguments; the result goes to a place of ours.
+    let result = unsafe { real(&raw mut place, size, properties, flags) };
+    container::fault_point();
+    if !result.is_ok() {
+        charge::undo(card, claim, result);
+        return result;
+    }
+    charge::settle(card, claim);
+    if !container.books.allocations.add(place, size as u64, card.index) {
+        release_at_driver(place);
+        card.memory.free(size as u64);
+        return CUresult::OUT_OF_MEMORY;
+    }
+    // SAFETY: not null, so the caller's place for a result.
+    unsafe { handle.write(place) };
+    result
+}
+
+#[cold]
+fn release_at_driver(handle: CUmemGenericAllocationHandle) {
+    let release =
+        driver::function!(cuMemRelease: unsafe extern "C" fn(CUmemGenericAllocationHandle) -> CUresult);
+    if let Some(release) = release {
+        // SAFETY: a handle that nobody knows of.
+        let _ = unsafe { release(handle) };
+    }
+}
+
+/// `cuMemRelease`.
+///
+/// # Safety
+/// As `cuMemRelease`.
+pub(crate) unsafe fn release(
+    real: unsafe extern "C" fn(CUmemGenericAllocationHandle) -> CUresult,
+    handle: CUmemGenericAllocationHandle,
+) -> CUresult {
+    let known = counted().ok().and_then(|container| {
+        container.books.allocations.take_reference(handle).map(|entry| (container, entry))
+    });
+    container::fault_point();
+    // SAFETY: the caller's own argument.
+    let result = unsafe { real(handle) };
+    container::fault_point();
+    if let Some((container, entry)) = known {
+        if result.is_ok() {
+            free(container, container.books.allocations.drop_reference(&entry));
+        } else {
+            container.books.allocations.put_reference(handle, &entry);
+        }
+    }
+    result
+}
+
+/// `cuMemRetainAllocationHandle`: one more reference to be released.
+///
+/// # Safety
+/// As `cuMemRetainAllocationHandle`.
+pub(crate) unsafe fn retain(
+    real: unsafe extern "C" fn(*mut CUmemGenericAllocationHandle, *mut c_void) -> CUresult,
+    handle: *mut CUmemGenericAllocationHandle,
+    address: *mut c_void,
+) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    let result = unsafe { real(handle, address) };
+    if result.is_ok()
+        && let Ok(container) = counted()
+    {
+        // SAFETY: the driver has just written it.
+        let retained = unsafe { handle.read() };
+        container.books.allocations.retain(retained, address.addr() as u64);
+    }
+    result
+}
+
+/// `cuMemMap`.
+///
+/// # Safety
+/// As `cuMemMap`.
+pub(crate) unsafe fn map(
+    real: unsafe extern "C" fn(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, CUuint64) -> CUresult,
+    address: CUdeviceptr,
+    size: usize,
+    offset: usize,
+    handle: CUmemGenericAllocationHandle,
+    flags: CUuint64,
+) -> CUresult {
+    // Before the driver: a release in between must see the mapping.
+    let container = counted().ok();
+    let entered =
+        container.filter(|container| container.books.allocations.add_mapping(address, size as u64, handle));
+    // SAFETY: the caller's own arguments.
+    let result = unsafe { real(address, size, offset, handle, flags) };
+    if let Some(container) = entered
+        && !result.is_ok()
+        && let Some(entry) = container.books.allocations.take_mapping(address)
+    {
+        free(container, container.books.allocations.drop_mapping(&entry));
+    }
+    result
+}
+
+/// Mappings that one call takes away and that are kept in mind until the driver has agreed.
+const KEPT: usize = 64;
+
+/// `cuMemUnmap`: takes away all mappings in a range.
+///
+/// # Safety
+/// As `cuMemUnmap`.
+pub(crate) unsafe fn unmap(
+    real: unsafe extern "C" fn(CUdeviceptr, usize) -> CUresult,
+    address: CUdeviceptr,
+    size: usize,
+) -> CUresult {
+    let Ok(container) = counted() else {
+        // SAFETY: the caller's own arguments.
+        return unsafe { real(address, size) };
+    };
+    let allocations = &container.books.allocations;
+    let end = address.saturating_add(size as u64);
+    let mut kept = [(0, Entry::default()); KEPT];
+    let (mut at, mut count) = (address, 0);
+    while at < end
+        && let Some(place) = kept.get_mut(count)
+        && let Some(entry) = allocations.take_mapping(at)
+    {
+        *place = (at, entry);
+        count += 1;
+        at = at.saturating_add(entry.size.max(1));
+    }
+    // SAFETY: the caller's own arguments.
+    let result = unsafe { real(address, size) };
+    for (address, entry) in kept.iter().take(count) {
+        if result.is_ok() {
+            free(container, allocations.drop_mapping(entry));
+        } else {
+            allocations.put_mapping(*address, entry);
+        }
+    }
+    // More than could be kept in mind: the rest is taken out afterwards.
+    while result.is_ok()
+        && at < end
+        && let Some(entry) = allocations.take_mapping(at)
+    {
+        free(container, allocations.drop_mapping(&entry));
+        at = at.saturating_add(entry.size.max(1));
+    }
+    result
+}
