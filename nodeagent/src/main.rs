@@ -10,6 +10,7 @@ use mullion_audit::cli::AuditArgs;
 use mullion_nodeagent::agent;
 use mullion_nodeagent::config::{Args, Settings};
 use mullion_nodeagent::error::Error;
+use mullion_nodeagent::monitor::reap;
 use mullion_telemetry::source_chain;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, warn};
@@ -37,8 +38,16 @@ enum Command {
     Audit(AuditArgs),
 }
 
+fn main() -> ExitCode {
+    // Started by the agent itself, many times: without a runtime, flags or a log.
+    if std::env::args_os().nth(1).is_some_and(|word| word == reap::COMMAND) {
+        return reap::run();
+    }
+    start()
+}
+
 #[tokio::main]
-async fn main() -> ExitCode {
+async fn start() -> ExitCode {
     let cli = match parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(refused) => refused.exit(),

@@ -17,6 +17,7 @@ use crate::monitor::files::{Folder, Ours, Unreadable, UsageFile};
 use crate::monitor::minute::Minute;
 use crate::monitor::page::Page;
 use crate::monitor::processes::{Processes, container_cgroup};
+use crate::monitor::reapers::Reapers;
 use crate::monitor::snapshot::{Card, Container, Measured, Snapshot};
 use crate::monitor::target::{Granted, Key, Target};
 use crate::monitor::usage::{ContainerUsage, of_foreign, of_ours};
@@ -48,6 +49,8 @@ pub struct Places {
     pub pages: PathBuf,
     /// All processes of the node.
     pub proc: PathBuf,
+    /// The agent's program.
+    pub program: PathBuf,
 }
 
 /// How containers are judged.
@@ -142,6 +145,7 @@ pub struct Engine {
     rules: Rules,
     cgroups: Cgroups,
     kept: BTreeMap<Key, Kept>,
+    reapers: Reapers,
     /// Cards in the order in which they were first seen, and the memory of each in bytes: what a card has does not change
     /// when the driver does not answer.
     cards: Vec<(String, u64)>,
@@ -152,7 +156,8 @@ impl Engine {
     /// One that knows nothing yet.
     #[must_use]
     pub fn new(places: Places, rules: Rules, cgroups: Cgroups) -> Self {
-        Self { places, rules, cgroups, kept: BTreeMap::new(), cards: Vec::new(), looked_ns: 0 }
+        let reapers = Reapers::new(&places.program);
+        Self { places, rules, cgroups, kept: BTreeMap::new(), reapers, cards: Vec::new(), looked_ns: 0 }
     }
 
     /// Names of the containers' folders that there are.
@@ -160,6 +165,12 @@ impl Engine {
     pub fn folders(&self) -> Vec<String> {
         let entries = std::fs::read_dir(&self.places.containers).into_iter().flatten().flatten();
         entries.filter_map(|e| e.file_name().into_string().ok()).collect()
+    }
+
+    /// Whether nothing that an earlier look started still runs, as of the last look.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.reapers.is_idle()
     }
 
     /// Looks at `targets` with what the driver told, `None` where it did not answer.
@@ -177,6 +188,7 @@ impl Engine {
         }
         let mut looked = Looked::default();
         self.end(targets, &mut looked);
+        self.reapers.bury(now.mono_ns);
 
         let folder = Folder::open(&self.places.containers);
         let mut scenes: Vec<Scene<'_>> = Vec::with_capacity(targets.len());
@@ -191,6 +203,11 @@ impl Engine {
                 policy::decide(&tasks, place).unwrap_or(policy::Decision { switch: 1, gated: false });
             let key = scene.target.key();
             let mut kept = self.kept.remove(&key).unwrap_or_default();
+            if let Some(file) =
+                scene.file.as_ref().filter(|_| scene.ours.as_ref().is_some_and(|o| o.dead_charges))
+            {
+                self.reapers.start(&key, now.mono_ns, || file.again());
+            }
             self.act(now, elapsed_ns, scene, &mut kept, decision, &mut looked);
             self.kept.insert(key, kept);
         }

@@ -164,6 +164,8 @@ pub struct Ours {
     pub hot: Hot,
     /// Slots whose owner lives.
     pub alive: Vec<Alive>,
+    /// A dead process's charges still stand in the container's books.
+    pub dead_charges: bool,
 }
 
 /// A slot whose owner lives.
@@ -224,18 +226,20 @@ impl UsageFile {
             let process = Layout::V1_2.read_slot(self.some(at, &mut bytes)?)?;
             alive.push(Alive { slot, process, cards: Vec::with_capacity(cards) });
         }
-        if let Some(last) = alive.last().map(|a| a.slot) {
-            let mut words = vec![0; extension::SLOT_SIZE * (last + 1)];
-            for card in 0..cards {
-                let Some(at) = extension::card_slots_offset(card) else { continue };
-                let words = self.some(at as u64, &mut words)?;
-                let slots: Vec<Slot> = extension::slots(words).collect();
-                for owner in &mut alive {
-                    owner.cards.push(slots.get(owner.slot).copied().unwrap_or_default());
+        let mut dead_charges = false;
+        let mut words = vec![0; extension::SLOT_SIZE * hot.high_water];
+        for card in 0..cards {
+            let Some(at) = extension::card_slots_offset(card) else { continue };
+            let words = self.some(at as u64, &mut words)?;
+            let mut owners = alive.iter_mut().peekable();
+            for (number, slot) in extension::slots(words).enumerate() {
+                match owners.next_if(|owner| owner.slot == number) {
+                    Some(owner) => owner.cards.push(slot),
+                    None => dead_charges |= slot != Slot::default(),
                 }
             }
         }
-        Ok(Ours { header, hot, alive })
+        Ok(Ours { header, hot, alive, dead_charges })
     }
 
     /// Reads a file of HAMi's library.
@@ -291,20 +295,26 @@ impl UsageFile {
     }
 
     /// Frees `slot` for readers of HAMi's fields, while its byte is ours: nobody owns it, and nobody can take it before
-    /// that is done. False where somebody has it. What stands in our own words of it stays: the container's next
-    /// process to look for room takes that away, by operations that a file which is not mapped does not offer.
+    /// that is done. False where somebody has it. What stands in our own words of it stays: taking that away needs
+    /// operations that a file which is not mapped does not offer ([`crate::monitor::reap`]).
     ///
     /// # Errors
     /// The system's word.
     pub fn free(&self, slot: usize, cards: usize) -> io::Result<bool> {
-        match fcntl(&self.file, FcntlArg::F_OFD_SETLK(&lock(libc::F_WRLCK, slot, 1))) {
-            Ok(_) => {}
-            Err(nix::Error::EAGAIN | nix::Error::EACCES) => return Ok(false),
-            Err(errno) => return Err(errno.into()),
+        if !take_slot(&self.file, slot)? {
+            return Ok(false);
         }
         let done = self.free_held(slot, cards);
-        fcntl(&self.file, FcntlArg::F_OFD_SETLK(&lock(libc::F_UNLCK, slot, 1)))?;
+        yield_slot(&self.file, slot)?;
         done.map(|()| true)
+    }
+
+    /// The file once more, with locks of its own.
+    ///
+    /// # Errors
+    /// The system's word.
+    pub fn again(&self) -> io::Result<File> {
+        File::options().read(true).write(true).open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
     }
 
     fn free_held(&self, slot: usize, cards: usize) -> io::Result<()> {
@@ -344,6 +354,27 @@ impl UsageFile {
         }
         Ok(buffer.get(..filled).unwrap_or_default())
     }
+}
+
+/// Takes a slot's byte; false where somebody has it.
+///
+/// # Errors
+/// The system's word.
+pub fn take_slot(file: &File, slot: usize) -> io::Result<bool> {
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_WRLCK, slot, 1))) {
+        Ok(_) => Ok(true),
+        Err(nix::Error::EAGAIN | nix::Error::EACCES) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Gives a slot's byte back.
+///
+/// # Errors
+/// The system's word.
+pub fn yield_slot(file: &File, slot: usize) -> io::Result<()> {
+    fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_UNLCK, slot, 1)))?;
+    Ok(())
 }
 
 /// A lock of the bytes of `count` slots from `first` on.

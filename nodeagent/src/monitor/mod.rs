@@ -1,7 +1,7 @@
 //! Looks after what containers do with their cards: reads their usage files, asks the driver once for all of them,
 //! steers the pace of their launches, finds memory that no account explains, and keeps the figures that are scraped.
 //!
-//! [`target`] says whom to look after, [`files`], [`processes`] and [`page`] touch the outside, [`usage`], [`escape`]
+//! [`target`] says whom to look after, [`files`], [`processes`], [`page`] and [`reap`] touch the outside, [`usage`], [`escape`]
 //! and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
 //! around it: when to look, and whom to tell.
 //!
@@ -15,12 +15,14 @@ pub mod files;
 pub mod minute;
 pub mod page;
 pub mod processes;
+pub mod reap;
+pub mod reapers;
 pub mod snapshot;
 pub mod target;
 pub mod usage;
 mod wake;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -154,10 +156,17 @@ impl Monitor {
 /// The engine of a node with these settings.
 #[must_use]
 pub fn engine(settings: &Settings) -> Engine {
+    engine_with(settings, Path::new("/proc/self/exe"))
+}
+
+/// The same, where this process is not the agent's `program`.
+#[must_use]
+pub fn engine_with(settings: &Settings, program: &Path) -> Engine {
     let places = Places {
         containers: settings.containers_dir(),
         pages: settings.pages_dir(),
         proc: PathBuf::from("/proc"),
+        program: program.to_owned(),
     };
     let policy = if settings.container.disable_core_limit { Policy::Disable } else { Policy::Default };
     let rules = Rules { policy, margin: escape::MARGIN };

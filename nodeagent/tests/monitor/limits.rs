@@ -1,5 +1,7 @@
 //! Who lives, what he holds, what is held back, and what no account explains.
 
+use std::time::{Duration, Instant};
+
 use mullion_audit::Event;
 use mullion_nodeagent::monitor::engine::Verdict;
 use mullion_region::hami::{Layout, STATUS_FREE, STATUS_RUNNING};
@@ -9,6 +11,8 @@ use crate::common::tenant::Tenant;
 use crate::common::{MIB, Node, S, container, sample};
 
 const GIB: u64 = 1 << 30;
+/// Far longer than anything here takes; only a failure waits for it.
+const LONG: Duration = Duration::from_secs(20);
 
 /// Killed processes are gone from the sums with the next look, and from what HAMi's monitor reads; the words that the
 /// container's own processes admit by are left to them.
@@ -57,14 +61,25 @@ fn what_dead_processes_held_is_not_counted_any_more() {
     assert_eq!(v1(1).0, (0, 0, STATUS_FREE));
     assert_eq!(v1(1).1, 0);
     assert_eq!(v1(2).0.2, STATUS_RUNNING, "the others stay");
+    // And off the container's own books, exactly: by a process that the agent starts for it.
     let words = extension::slot_offset(0, 1).unwrap();
-    assert_eq!(
-        file.word(words + extension::SETTLED_AT),
-        200 * MIB,
-        "taken away by the next process that needs room"
-    );
-    assert_eq!(file.word(extension::card_offset(0).unwrap()), 600 * MIB, "T is not the agent's");
-    // The byte was given back: the next process can have the slot.
+    let total = extension::card_offset(0).unwrap() + extension::TOTAL_AT;
+    let began = Instant::now();
+    while file.word(total) != 400 * MIB {
+        assert!(began.elapsed() < LONG, "T is {}", file.word(total));
+        node.look(None);
+    }
+    // C is the last that is taken away, and the byte is given back after it.
+    while !node.engine.is_settled() {
+        assert!(began.elapsed() < LONG);
+        node.look(None);
+    }
+    assert_eq!((file.word(words + extension::CLAIMED_AT), file.word(words + extension::SETTLED_AT)), (0, 0));
+    for slot in [0, 2] {
+        let at = extension::slot_offset(0, slot).unwrap();
+        assert_eq!(file.word(at + extension::SETTLED_AT), (slot as u64 + 1) * 100 * MIB);
+    }
+    // The next process can have the slot.
     let mut next = Tenant::start(&path);
     next.hold(1, 50 * MIB);
     let looked = node.look(None);
@@ -229,4 +244,23 @@ fn a_limit_above_the_card_is_believed() {
     let looked = node.look(Some(&sample(&["GPU-0"], &[], 0)));
     let seen = container(&looked.snapshot, "p", "main").usage.clone().unwrap();
     assert_eq!((seen.cards[0].used, seen.capped), (90 * GIB, false));
+}
+
+/// A file that is not whole any more: the reaper says so and ends, which is all that it can do.
+#[test]
+fn a_reaper_ends_whatever_its_file_is() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let path = node.usage_path("p", "main");
+    let reap = |path: &std::path::Path| {
+        let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_mullion-nodeagent"));
+        command.arg(mullion_nodeagent::monitor::reap::COMMAND).stdin(file).status().unwrap()
+    };
+    assert!(reap(&path).success(), "nothing to do");
+    node.usage("p", "main").put32(usage::EXTENSION_AT + extension::HIGH_WATER_AT, -1);
+    assert!(reap(&path).success(), "a mark beyond all slots");
+    node.usage("p", "main").0.set_len(4096).unwrap();
+    assert!(!reap(&path).success(), "cut");
+    assert!(!reap(std::path::Path::new("/dev/null")).success(), "no plain file");
 }

@@ -8,7 +8,7 @@ use std::fs;
 use std::fs::File;
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use mullion_crds::gpunode::Card;
 use mullion_crds::vgpuallocation::{
@@ -21,7 +21,7 @@ use mullion_nodeagent::metrics::{Metrics, registry};
 use mullion_nodeagent::monitor::engine::{Engine, Looked, Now};
 use mullion_nodeagent::monitor::export::Exporter;
 use mullion_nodeagent::monitor::snapshot::{Container, Snapshot};
-use mullion_nodeagent::monitor::{Latest, engine, target};
+use mullion_nodeagent::monitor::{Latest, engine_with, target};
 use mullion_nodeagent::nvml::sample::{Busy, CardSample, ProcessMemory, Sample};
 use mullion_nodeagent::prepare::files;
 use mullion_nodeagent::state::Grant;
@@ -71,7 +71,7 @@ impl Node {
         }
         fs::write(at("cgroup/cgroup.controllers"), "").unwrap();
         let world = World { node: "node-a".into(), pods: Some(BTreeMap::new()), ..World::default() };
-        let engine = engine(&settings);
+        let engine = engine_with(&settings, Path::new(env!("CARGO_BIN_EXE_mullion-nodeagent")));
         Self { root, settings, world, engine, passed: 0 }
     }
 

@@ -1,0 +1,91 @@
+//! The processes that take dead ones' charges off containers' books: see [`crate::monitor::reap`].
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use tracing::{debug, warn};
+
+use crate::monitor::reap::COMMAND;
+use crate::monitor::target::Key;
+
+/// So many run at once: a tenant who kills his processes all the time must not keep the node busy.
+const MOST: usize = 4;
+/// How long a container is left alone after a reaper of its file failed: its tenant cut the file.
+const PAUSE_NS: u64 = 60_000_000_000;
+
+/// Starts them, and buries them.
+#[derive(Debug)]
+pub struct Reapers {
+    program: PathBuf,
+    running: BTreeMap<Key, Child>,
+    /// Until when a container is left alone, `CLOCK_MONOTONIC` in ns.
+    paused: BTreeMap<Key, u64>,
+}
+
+impl Reapers {
+    /// They run `program`, which is the agent's own.
+    #[must_use]
+    pub fn new(program: &Path) -> Self {
+        Self { program: program.to_owned(), running: BTreeMap::new(), paused: BTreeMap::new() }
+    }
+
+    /// Looks for those that have ended.
+    pub fn bury(&mut self, now_ns: u64) {
+        self.paused.retain(|_, until| *until > now_ns);
+        let (running, paused) = (&mut self.running, &mut self.paused);
+        running.retain(|key, child| match child.try_wait() {
+            Ok(None) => true,
+            Ok(Some(status)) if status.success() => false,
+            ended => {
+                // SIGBUS among others: what it is for.
+                debug!(pod_uid = key.0, container = key.1, ?ended, "reaper failed");
+                paused.insert(key.clone(), now_ns.saturating_add(PAUSE_NS));
+                false
+            }
+        });
+    }
+
+    /// Whether none runs.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.running.is_empty()
+    }
+
+    /// Starts one for a container, unless one runs or failed a moment ago, or enough are at work. `file` opens the
+    /// container's file with locks of its own.
+    pub fn start(&mut self, key: &Key, now_ns: u64, file: impl FnOnce() -> io::Result<File>) {
+        if self.running.len() >= MOST || self.running.contains_key(key) || self.paused.contains_key(key) {
+            return;
+        }
+        let started = file().and_then(|file| {
+            Command::new(&self.program)
+                .arg(COMMAND)
+                .env_clear()
+                .stdin(Stdio::from(file))
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+        });
+        match started {
+            Ok(child) => {
+                self.running.insert(key.clone(), child);
+            }
+            Err(error) => {
+                warn!(program = ?self.program, %error, "no reaper");
+                self.paused.insert(key.clone(), now_ns.saturating_add(PAUSE_NS));
+            }
+        }
+    }
+}
+
+impl Drop for Reapers {
+    fn drop(&mut self) {
+        for child in self.running.values_mut() {
+            // It ends by itself within a moment; nobody is left to bury it otherwise.
+            let _ = child.wait();
+        }
+    }
+}
