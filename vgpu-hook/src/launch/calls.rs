@@ -1,0 +1,361 @@
+//! The driver's launch functions.
+//!
+//! A name with `_ptsz` means the calling thread's own default stream where it is given none; the events of a measurement
+//! name that stream by its number.
+
+#![expect(unsafe_code, reason = "calls the driver, and reads the program's arguments")]
+#![allow(clippy::missing_safety_doc, reason = "as the driver's function of that name")]
+
+use core::ffi::{c_int, c_uint, c_void};
+use core::sync::atomic::Ordering::Relaxed;
+
+use mullion_pace::{Key, Size};
+
+use super::events::{Driver, Handle};
+use super::pacer::Request;
+use super::{Lane, PACER};
+use crate::container::{self, Gate};
+use crate::cuda::{
+    CUenum, CUfunction, CUgraph, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams,
+};
+
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
+const LEGACY: Handle = 1;
+const PER_THREAD: Handle = 2;
+
+fn stream_of(stream: CUstream, per_thread: bool) -> Handle {
+    match stream.expose_provenance() {
+        0 if per_thread => PER_THREAD,
+        0 => LEGACY,
+        stream => stream,
+    }
+}
+
+fn handle(pointer: *mut c_void) -> u64 {
+    pointer.expose_provenance() as u64
+}
+
+#[inline]
+fn launch(request: &Request, call: impl FnOnce() -> CUresult) -> CUresult {
+    match container::gate() {
+        Gate::Limited(container) => match Lane::current(container) {
+            Some(lane) => PACER.launch(&lane, request, &Driver, call),
+            None => call(),
+        },
+        Gate::Open => call(),
+        Gate::Refused(refused) => refused,
+    }
+}
+
+#[inline]
+fn kernel_request(
+    function: CUfunction,
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    stream: CUstream,
+    per_thread: bool,
+) -> Request {
+    let size = Size::new(grid, block);
+    Request {
+        key: Key::function(handle(function), size),
+        size: Some(size),
+        stream: stream_of(stream, per_thread),
+    }
+}
+
+type Kernel = unsafe extern "C" fn(
+    CUfunction,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    CUstream,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> CUresult;
+
+macro_rules! kernels {
+    ($($(#[$doc:meta])* $name:ident, $per_thread:literal;)*) => {$(
+        $(#[$doc])*
+        #[expect(clippy::too_many_arguments, reason = "the driver's")]
+        pub(crate) unsafe fn $name(
+            real: Kernel, function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
+            block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: CUstream,
+            parameters: *mut *mut c_void, extra: *mut *mut c_void,
+        ) -> CUresult {
+            let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+            let request = kernel_request(function, grid, block, stream, $per_thread);
+            launch(&request, || {
+                // SAFETY: the program's own arguments.
+                unsafe {
+                    real(
+                        function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream,
+                        parameters, extra,
+                    )
+                }
+            })
+        }
+    )*};
+}
+kernels! {
+    /// `cuLaunchKernel`.
+    kernel, false;
+    /// `cuLaunchKernel_ptsz`.
+    kernel_ptsz, true;
+}
+
+type Cooperative = unsafe extern "C" fn(
+    CUfunction,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    CUstream,
+    *mut *mut c_void,
+) -> CUresult;
+
+macro_rules! cooperative_kernels {
+    ($($(#[$doc:meta])* $name:ident, $per_thread:literal;)*) => {$(
+        $(#[$doc])*
+        #[expect(clippy::too_many_arguments, reason = "the driver's")]
+        pub(crate) unsafe fn $name(
+            real: Cooperative, function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
+            block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: CUstream,
+            parameters: *mut *mut c_void,
+        ) -> CUresult {
+            let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+            let request = kernel_request(function, grid, block, stream, $per_thread);
+            launch(&request, || {
+                // SAFETY: the program's own arguments.
+                unsafe {
+                    real(
+                        function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream,
+                        parameters,
+                    )
+                }
+            })
+        }
+    )*};
+}
+cooperative_kernels! {
+    /// `cuLaunchCooperativeKernel`.
+    cooperative, false;
+    /// `cuLaunchCooperativeKernel_ptsz`.
+    cooperative_ptsz, true;
+}
+
+type KernelEx =
+    unsafe extern "C" fn(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void) -> CUresult;
+
+unsafe fn kernel_ex_in(
+    real: KernelEx,
+    config: *const CUlaunchConfig,
+    function: CUfunction,
+    parameters: *mut *mut c_void,
+    extra: *mut *mut c_void,
+    per_thread: bool,
+) -> CUresult {
+    // SAFETY: the program's own arguments.
+    let call = || unsafe { real(config, function, parameters, extra) };
+    // SAFETY: null, or the program's configuration.
+    match unsafe { config.as_ref() } {
+        Some(c) => launch(&kernel_request(function, c.grid, c.block, c.stream, per_thread), call),
+        None => call(),
+    }
+}
+
+/// `cuLaunchKernelEx`.
+pub(crate) unsafe fn kernel_ex(
+    real: KernelEx,
+    config: *const CUlaunchConfig,
+    function: CUfunction,
+    parameters: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> CUresult {
+    // SAFETY: as the caller says.
+    unsafe { kernel_ex_in(real, config, function, parameters, extra, false) }
+}
+
+/// `cuLaunchKernelEx_ptsz`.
+pub(crate) unsafe fn kernel_ex_ptsz(
+    real: KernelEx,
+    config: *const CUlaunchConfig,
+    function: CUfunction,
+    parameters: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> CUresult {
+    // SAFETY: as the caller says.
+    unsafe { kernel_ex_in(real, config, function, parameters, extra, true) }
+}
+
+/// `cuLaunchCooperativeKernelMultiDevice` (until CUDA 12): pays on every card of the container.
+pub(crate) unsafe fn cooperative_multi_device(
+    real: unsafe extern "C" fn(*mut LaunchParams, c_uint, c_uint) -> CUresult,
+    launches: *mut LaunchParams,
+    count: c_uint,
+    flags: c_uint,
+) -> CUresult {
+    match container::gate() {
+        Gate::Limited(container) => {
+            // SAFETY: null, or the program's array; the driver refuses a count of 0.
+            if let Some(first) = unsafe { launches.as_ref() }.filter(|_| count > 0) {
+                let request = kernel_request(first.function, first.grid, first.block, first.stream, false);
+                for lane in Lane::all(container) {
+                    PACER.admit_only(&lane, &request, &Driver);
+                }
+            }
+        }
+        Gate::Open => {}
+        Gate::Refused(refused) => return refused,
+    }
+    // SAFETY: the program's own arguments.
+    unsafe { real(launches, count, flags) }
+}
+
+/// Threads of a block where the legacy functions were told by `cuFuncSetBlockShape`.
+const LEGACY_BLOCK: [c_uint; 3] = [256, 1, 1];
+
+/// `cuLaunch`.
+pub(crate) unsafe fn legacy(
+    real: unsafe extern "C" fn(CUfunction) -> CUresult,
+    function: CUfunction,
+) -> CUresult {
+    let request = kernel_request(function, [1; 3], LEGACY_BLOCK, core::ptr::null_mut(), false);
+    // SAFETY: the program's own argument.
+    launch(&request, || unsafe { real(function) })
+}
+
+/// `cuLaunchGrid`.
+pub(crate) unsafe fn legacy_grid(
+    real: unsafe extern "C" fn(CUfunction, c_int, c_int) -> CUresult,
+    function: CUfunction,
+    width: c_int,
+    height: c_int,
+) -> CUresult {
+    let grid = [width.unsigned_abs(), height.unsigned_abs(), 1];
+    let request = kernel_request(function, grid, LEGACY_BLOCK, core::ptr::null_mut(), false);
+    // SAFETY: the program's own arguments.
+    launch(&request, || unsafe { real(function, width, height) })
+}
+
+/// `cuLaunchGridAsync`.
+pub(crate) unsafe fn legacy_grid_async(
+    real: unsafe extern "C" fn(CUfunction, c_int, c_int, CUstream) -> CUresult,
+    function: CUfunction,
+    width: c_int,
+    height: c_int,
+    stream: CUstream,
+) -> CUresult {
+    let grid = [width.unsigned_abs(), height.unsigned_abs(), 1];
+    let request = kernel_request(function, grid, LEGACY_BLOCK, stream, false);
+    // SAFETY: the program's own arguments.
+    launch(&request, || unsafe { real(function, width, height, stream) })
+}
+
+type GraphLaunch = unsafe extern "C" fn(CUgraphExec, CUstream) -> CUresult;
+
+/// Launches a graph by `call` when its time has come. No lock may be held: this can take seconds.
+pub(crate) fn paced_graph(
+    graph: CUgraphExec,
+    stream: CUstream,
+    per_thread: bool,
+    call: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let request =
+        Request { key: Key::graph(handle(graph)), size: None, stream: stream_of(stream, per_thread) };
+    launch(&request, call)
+}
+
+/// `cuGraphLaunch`.
+pub(crate) unsafe fn graph(real: GraphLaunch, graph: CUgraphExec, stream: CUstream) -> CUresult {
+    // SAFETY: the program's own arguments.
+    paced_graph(graph, stream, false, || unsafe { real(graph, stream) })
+}
+
+/// `cuGraphLaunch_ptsz`.
+pub(crate) unsafe fn graph_ptsz(real: GraphLaunch, graph: CUgraphExec, stream: CUstream) -> CUresult {
+    // SAFETY: the program's own arguments.
+    paced_graph(graph, stream, true, || unsafe { real(graph, stream) })
+}
+
+/// `cuGraphExecDestroy`: the handle may come again for another graph.
+pub(crate) unsafe fn graph_exec_destroy(
+    real: unsafe extern "C" fn(CUgraphExec) -> CUresult,
+    graph: CUgraphExec,
+) -> CUresult {
+    PACER.costs.forget(Key::graph(handle(graph)));
+    // SAFETY: the program's own argument.
+    unsafe { real(graph) }
+}
+
+/// Counts a capture from before it begins, so that no event gets into it.
+fn capture(begin: impl FnOnce() -> CUresult) -> CUresult {
+    PACER.captures.fetch_add(1, Relaxed);
+    let result = begin();
+    if !result.is_ok() {
+        end_capture();
+    }
+    result
+}
+
+fn end_capture() {
+    // A program may end what it never began.
+    let _ = PACER.captures.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1));
+}
+
+/// `cuStreamBeginCapture` of CUDA 10.0.
+pub(crate) unsafe fn begin_capture_v1(
+    real: unsafe extern "C" fn(CUstream) -> CUresult,
+    stream: CUstream,
+) -> CUresult {
+    // SAFETY: the program's own argument.
+    capture(|| unsafe { real(stream) })
+}
+
+/// `cuStreamBeginCapture_v2`.
+pub(crate) unsafe fn begin_capture(
+    real: unsafe extern "C" fn(CUstream, CUenum) -> CUresult,
+    stream: CUstream,
+    mode: CUenum,
+) -> CUresult {
+    // SAFETY: the program's own arguments.
+    capture(|| unsafe { real(stream, mode) })
+}
+
+/// `cuStreamBeginCaptureToGraph`.
+pub(crate) unsafe fn begin_capture_to_graph(
+    real: unsafe extern "C" fn(CUstream, CUgraph, *const c_void, *const c_void, usize, CUenum) -> CUresult,
+    stream: CUstream,
+    graph: CUgraph,
+    dependencies: *const c_void,
+    edges: *const c_void,
+    count: usize,
+    mode: CUenum,
+) -> CUresult {
+    // SAFETY: the program's own arguments.
+    capture(|| unsafe { real(stream, graph, dependencies, edges, count, mode) })
+}
+
+/// `cuStreamEndCapture`. Any stream of a capture but the one that began it is refused, and the capture goes on or is
+/// broken; either way the one that began it has still to be ended.
+pub(crate) unsafe fn end_capture_of(
+    real: unsafe extern "C" fn(CUstream, *mut CUgraph) -> CUresult,
+    stream: CUstream,
+    graph: *mut CUgraph,
+) -> CUresult {
+    // SAFETY: the program's own arguments.
+    let result = unsafe { real(stream, graph) };
+    if result.is_ok() || CAPTURE_ENDED.contains(&result) {
+        end_capture();
+    }
+    result
+}
+
+/// `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED` and `_UNJOINED`: the stream is out of capture mode, there is no graph.
+const CAPTURE_ENDED: [CUresult; 2] = [CUresult(901), CUresult(904)];

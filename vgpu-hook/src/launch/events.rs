@@ -1,0 +1,344 @@
+//! Measuring launches: a pair of events around one.
+//!
+//! While any stream is under capture nothing is measured: an event in a captured stream becomes part of the graph. What
+//! is done to events is done with the thread's capture mode set to relaxed, so that a capture which another thread begins
+//! meanwhile is not invalidated.
+
+#![expect(unsafe_code, reason = "calls the driver")]
+
+use core::ffi::{c_int, c_uint};
+use core::ptr::{null_mut, with_exposed_provenance_mut};
+use core::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+
+use mullion_pace::{Key, Progress};
+
+use crate::cuda::{CUcontext, CUdevice, CUenum, CUevent, CUresult, CUstream};
+use crate::driver::function;
+
+/// An address as the driver's handles are.
+pub(crate) type Handle = usize;
+
+/// What became of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Query {
+    Done,
+    NotYet,
+    Failed,
+}
+
+/// What is asked of the driver. Tests have their own.
+pub(crate) trait Events {
+    /// Whether launches can be measured at all.
+    fn usable(&self) -> bool;
+    /// The current context, 0 = none.
+    fn context(&self) -> Handle;
+    fn create(&self) -> Option<Handle>;
+    fn record(&self, event: Handle, stream: Handle) -> bool;
+    fn query(&self, event: Handle) -> Query;
+    fn elapsed_ns(&self, start: Handle, stop: Handle) -> Option<u64>;
+    /// Sets the thread's capture mode; the one before it.
+    fn exchange_mode(&self, mode: CUenum) -> CUenum;
+    /// Whether what is put into `stream` is captured instead of run.
+    fn capturing(&self, stream: Handle) -> bool;
+    /// Threads that the current card can hold at once.
+    fn resident_threads(&self) -> Option<u64>;
+}
+
+/// The driver itself.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Driver;
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const RELAXED: CUenum = 2;
+/// `CUDA_ERROR_NOT_READY`.
+const NOT_READY: CUresult = CUresult(600);
+
+impl Events for Driver {
+    fn usable(&self) -> bool {
+        function!(cuThreadExchangeStreamCaptureMode: unsafe extern "C" fn(*mut CUenum) -> CUresult).is_some()
+            && function!(cuEventElapsedTime: unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult)
+                .is_some()
+    }
+
+    fn context(&self) -> Handle {
+        let mut context = null_mut();
+        let Some(get) = function!(cuCtxGetCurrent: unsafe extern "C" fn(*mut CUcontext) -> CUresult) else {
+            return 0;
+        };
+        // SAFETY: a place for the answer.
+        let result = unsafe { get(&raw mut context) };
+        if result.is_ok() { context.expose_provenance() } else { 0 }
+    }
+
+    fn create(&self) -> Option<Handle> {
+        let create = function!(cuEventCreate: unsafe extern "C" fn(*mut CUevent, c_uint) -> CUresult)?;
+        let mut event = null_mut();
+        // SAFETY: a place for the answer.
+        unsafe { create(&raw mut event, 0) }.is_ok().then(|| event.expose_provenance())
+    }
+
+    fn record(&self, event: Handle, stream: Handle) -> bool {
+        function!(cuEventRecord: unsafe extern "C" fn(CUevent, CUstream) -> CUresult).is_some_and(|record| {
+            // SAFETY: an event of ours and the stream that the program launches into.
+            unsafe { record(with_exposed_provenance_mut(event), with_exposed_provenance_mut(stream)) }.is_ok()
+        })
+    }
+
+    fn query(&self, event: Handle) -> Query {
+        let Some(query) = function!(cuEventQuery: unsafe extern "C" fn(CUevent) -> CUresult) else {
+            return Query::Failed;
+        };
+        // SAFETY: an event of ours, in a context that lives.
+        match unsafe { query(with_exposed_provenance_mut(event)) } {
+            CUresult::SUCCESS => Query::Done,
+            NOT_READY => Query::NotYet,
+            _ => Query::Failed,
+        }
+    }
+
+    fn elapsed_ns(&self, start: Handle, stop: Handle) -> Option<u64> {
+        let elapsed =
+            function!(cuEventElapsedTime: unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult)?;
+        let mut ms = 0.0_f32;
+        let (start, stop) = (with_exposed_provenance_mut(start), with_exposed_provenance_mut(stop));
+        // SAFETY: two events of ours that have happened.
+        if !unsafe { elapsed(&raw mut ms, start, stop) }.is_ok() {
+            return None;
+        }
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "the cast saturates; the driver gives milliseconds"
+        )]
+        Some((ms * 1_000_000.0) as u64)
+    }
+
+    fn exchange_mode(&self, mode: CUenum) -> CUenum {
+        let mut mode = mode;
+        if let Some(exchange) =
+            function!(cuThreadExchangeStreamCaptureMode: unsafe extern "C" fn(*mut CUenum) -> CUresult)
+        {
+            // SAFETY: reads and writes the mode.
+            let _ = unsafe { exchange(&raw mut mode) };
+        }
+        mode
+    }
+
+    fn capturing(&self, stream: Handle) -> bool {
+        let Some(ask) =
+            function!(cuStreamIsCapturing: unsafe extern "C" fn(CUstream, *mut CUenum) -> CUresult)
+        else {
+            return false;
+        };
+        let mut status = 0;
+        // SAFETY: the stream that the program launches into, and a place for the answer.
+        let result = unsafe { ask(with_exposed_provenance_mut(stream), &raw mut status) };
+        // An error means that the launch will fail as well: the default stream beside a capture.
+        !result.is_ok() || status != 0
+    }
+
+    fn resident_threads(&self) -> Option<u64> {
+        let current = function!(cuCtxGetDevice: unsafe extern "C" fn(*mut CUdevice) -> CUresult)?;
+        let attribute = function!(
+            cuDeviceGetAttribute: unsafe extern "C" fn(*mut c_int, CUenum, CUdevice) -> CUresult
+        )?;
+        let mut device = -1;
+        // SAFETY: a place for the answer.
+        if !unsafe { current(&raw mut device) }.is_ok() {
+            return None;
+        }
+        let ask = |which| {
+            let mut value = 0;
+            // SAFETY: a place for the answer.
+            let result = unsafe { attribute(&raw mut value, which, device) };
+            u64::try_from(value).ok().filter(|_| result.is_ok())
+        };
+        Some(ask(MULTIPROCESSOR_COUNT)? * ask(MAX_THREADS_PER_MULTIPROCESSOR)?)
+    }
+}
+
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `_MAX_THREADS_PER_MULTIPROCESSOR`.
+const MULTIPROCESSOR_COUNT: CUenum = 16;
+const MAX_THREADS_PER_MULTIPROCESSOR: CUenum = 39;
+
+const FREE: u32 = 0;
+const TAKEN: u32 = 1;
+const FLYING: u32 = 2;
+
+/// One measurement, or the place for one. Its events stay for the next in the same context.
+#[derive(Debug)]
+struct Slot {
+    state: AtomicU32,
+    card: AtomicUsize,
+    context: AtomicUsize,
+    start: AtomicUsize,
+    stop: AtomicUsize,
+    key: AtomicU64,
+    /// When the launch was first seen to have begun, coarse ns.
+    began: AtomicU64,
+}
+
+impl Slot {
+    const fn new() -> Self {
+        Self {
+            state: AtomicU32::new(FREE),
+            card: AtomicUsize::new(0),
+            context: AtomicUsize::new(0),
+            start: AtomicUsize::new(0),
+            stop: AtomicUsize::new(0),
+            key: AtomicU64::new(0),
+            began: AtomicU64::new(0),
+        }
+    }
+
+    fn take(&self, from: u32) -> bool {
+        self.state.compare_exchange(from, TAKEN, AcqRel, Relaxed).is_ok()
+    }
+
+    fn put(&self, state: u32) {
+        self.state.store(state, Release);
+    }
+
+    /// Has two events in `context`.
+    fn prepare(&self, context: Handle, events: &dyn Events) -> bool {
+        if self.context.load(Relaxed) == context {
+            return true;
+        }
+        self.context.store(0, Relaxed);
+        let (Some(start), Some(stop)) = (events.create(), events.create()) else { return false };
+        self.start.store(start, Relaxed);
+        self.stop.store(stop, Relaxed);
+        self.context.store(context, Relaxed);
+        true
+    }
+}
+
+/// Measurements under way. When all places are taken, a launch is not measured.
+#[derive(Debug)]
+pub(super) struct Sampler {
+    slots: [Slot; 16],
+}
+
+/// A measurement that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Measured {
+    pub(super) card: usize,
+    pub(super) key: Key,
+    pub(super) ns: u64,
+}
+
+/// Runs `f` with the thread's capture mode relaxed.
+fn relaxed<T>(events: &dyn Events, f: impl FnOnce() -> T) -> T {
+    let before = events.exchange_mode(RELAXED);
+    let value = f();
+    events.exchange_mode(before);
+    value
+}
+
+impl Sampler {
+    pub(super) const fn new() -> Self {
+        Self { slots: [const { Slot::new() }; 16] }
+    }
+
+    /// Whether any measurement is under way.
+    pub(super) fn flying(&self) -> bool {
+        self.slots.iter().any(|s| s.state.load(Relaxed) == FLYING)
+    }
+
+    /// Launches by `call` between two events.
+    pub(super) fn measure(
+        &self,
+        card: usize,
+        key: Key,
+        stream: Handle,
+        events: &dyn Events,
+        call: impl FnOnce() -> CUresult,
+    ) -> CUresult {
+        let context = events.context();
+        let free = |s: &&Slot| s.state.load(Relaxed) == FREE;
+        // First one whose events fit.
+        let fitting = self.slots.iter().filter(free).find(|s| s.context.load(Relaxed) == context);
+        let slot = match fitting.or_else(|| self.slots.iter().find(free)) {
+            Some(slot) if context != 0 && slot.take(FREE) => slot,
+            _ => return call(),
+        };
+        let begun = relaxed(events, || {
+            slot.prepare(context, events) && events.record(slot.start.load(Relaxed), stream)
+        });
+        let result = call();
+        let measured =
+            begun && result.is_ok() && relaxed(events, || events.record(slot.stop.load(Relaxed), stream));
+        slot.card.store(card, Relaxed);
+        slot.key.store(key.get(), Relaxed);
+        slot.began.store(0, Relaxed);
+        slot.put(if measured { FLYING } else { FREE });
+        result
+    }
+
+    /// Shows the measurements of the current context that have ended to `settle`. Whether there were any.
+    pub(super) fn poll(&self, events: &dyn Events, mut settle: impl FnMut(Measured)) -> bool {
+        if !self.flying() {
+            return false;
+        }
+        let context = events.context();
+        let mut settled = false;
+        relaxed(events, || {
+            for slot in &self.slots {
+                if slot.context.load(Relaxed) != context || !slot.take(FLYING) {
+                    continue;
+                }
+                let (start, stop) = (slot.start.load(Relaxed), slot.stop.load(Relaxed));
+                let query = events.query(stop);
+                let ended = Measured {
+                    card: slot.card.load(Relaxed),
+                    key: Key::from_raw(slot.key.load(Relaxed)),
+                    ns: 0,
+                };
+                let elapsed = if query == Query::Done { events.elapsed_ns(start, stop) } else { None };
+                if query == Query::Failed {
+                    slot.context.store(0, Relaxed);
+                }
+                slot.put(if query == Query::NotYet { FLYING } else { FREE });
+                if let Some(ns) = elapsed {
+                    settle(Measured { ns, ..ended });
+                    settled = true;
+                }
+            }
+        });
+        settled
+    }
+
+    /// How far the measurements of `key` in the current context have come.
+    pub(super) fn progress(&self, key: Key, now_ns: u64, events: &dyn Events) -> Progress {
+        let context = events.context();
+        let mut progress = Progress::None;
+        for slot in &self.slots {
+            let here = slot.key.load(Relaxed) == key.get() && slot.context.load(Relaxed) == context;
+            if !here || !slot.take(FLYING) {
+                continue;
+            }
+            let mut began = slot.began.load(Relaxed);
+            if began == 0 && relaxed(events, || events.query(slot.start.load(Relaxed))) == Query::Done {
+                began = now_ns;
+                slot.began.store(now_ns, Relaxed);
+            }
+            slot.put(FLYING);
+            if began != 0 {
+                return Progress::Running(now_ns.saturating_sub(began));
+            }
+            progress = Progress::Queued;
+        }
+        progress
+    }
+
+    /// Forgets all events: they go with their context.
+    pub(super) fn forget(&self) {
+        for slot in &self.slots {
+            if slot.take(FLYING) || slot.take(FREE) {
+                slot.context.store(0, Relaxed);
+                slot.put(FREE);
+            }
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The way of a launch: stamps, gate, bucket, driver.
+
+use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU32, AtomicU64};
+
+use mullion_pace::policy::JUST_LAUNCHED;
+use mullion_pace::{Admission, Correction, Costs, Key, Progress, Quote, SLICE_NS, Size, Terms, guess_ns};
+use mullion_region::MAX_DEVICES;
+
+use super::Lane;
+use super::events::{Events, Handle, Measured, Sampler};
+use crate::cuda::CUresult;
+use crate::sys::{clock, futex_wait};
+
+/// What is launched.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Request {
+    pub(super) key: Key,
+    /// `None` for a graph.
+    pub(super) size: Option<Size>,
+    pub(super) stream: Handle,
+}
+
+/// A graph that cannot be measured is taken for this long. A guess.
+const GRAPH_NS: u64 = 1_000_000;
+/// Threads of a card that does not say: 132 SMs of 2,048.
+const RESIDENT: u64 = 132 * 2048;
+/// The stamp of the last launch is renewed once a second.
+const STAMP_NS: u64 = 1_000_000_000;
+/// Launches after which stamps are looked at even though the agent's heartbeat does not move.
+const STAMP_EVERY: u32 = 64;
+/// Slices while a first measurement is under way: what it says may end the wait.
+const MEASURING_SLICE_NS: u64 = 1_000_000;
+
+/// What a process keeps per card. Counted with plain loads and stores: threads may lose some of each other's counts,
+/// which shifts a sample or rounds an estimate.
+#[derive(Debug)]
+struct Local {
+    launches: AtomicU32,
+    beat: AtomicU64,
+    /// Charged, not yet added to the container's word.
+    spent_ns: AtomicU64,
+    /// Threads that the card can hold at once, 0 = not asked yet.
+    resident: AtomicU64,
+    /// The clock when it was last read.
+    now: AtomicU64,
+}
+
+/// The state of one process.
+#[derive(Debug)]
+pub(super) struct Pacer {
+    pub(super) costs: Costs,
+    pub(super) sampler: Sampler,
+    /// Streams under capture.
+    pub(super) captures: AtomicU32,
+    local: [Local; MAX_DEVICES],
+}
+
+impl Pacer {
+    pub(super) const fn new() -> Self {
+        Self {
+            costs: Costs::new(),
+            sampler: Sampler::new(),
+            captures: AtomicU32::new(0),
+            local: [const {
+                Local {
+                    launches: AtomicU32::new(0),
+                    beat: AtomicU64::new(0),
+                    spent_ns: AtomicU64::new(0),
+                    resident: AtomicU64::new(0),
+                    now: AtomicU64::new(0),
+                }
+            }; MAX_DEVICES],
+        }
+    }
+
+    /// Lets `request` go to the driver by `call` when its time has come.
+    #[inline]
+    pub(super) fn launch(
+        &self,
+        lane: &Lane<'_>,
+        request: &Request,
+        events: &impl Events,
+        call: impl FnOnce() -> CUresult,
+    ) -> CUresult {
+        if self.captures.load(Relaxed) != 0 && events.capturing(request.stream) {
+            return call();
+        }
+        self.stamp(lane);
+        match lane.terms() {
+            None => call(),
+            Some(terms) => self.limited(lane, terms, request, events, call),
+        }
+    }
+
+    /// Admits `request` on a card that it is not launched from.
+    pub(super) fn admit_only(&self, lane: &Lane<'_>, request: &Request, events: &impl Events) {
+        self.stamp(lane);
+        if let Some(terms) = lane.terms()
+            && let Some(quote) = self.admit(lane, terms, request, false, events)
+        {
+            self.book(lane, &quote);
+        }
+    }
+
+    /// The marks by which others see that the container is at work, and the gate. The agent's heartbeat is the clock that
+    /// says when to renew them, for reading a clock would cost more than all the rest.
+    #[inline]
+    fn stamp(&self, lane: &Lane<'_>) {
+        let Some(local) = self.local.get(lane.index) else { return };
+        let (launches, beat) = (local.launches.load(Relaxed), lane.page.heartbeat.load(Relaxed));
+        local.launches.store(launches.wrapping_add(1), Relaxed);
+        let quiet = lane.tail.recent_kernel.load(Relaxed) == JUST_LAUNCHED;
+        if !quiet || beat != local.beat.load(Relaxed) || launches.is_multiple_of(STAMP_EVERY) {
+            local.beat.store(beat, Relaxed);
+            pass_gate(lane);
+            renew_stamps(lane);
+            lane.words.spent_ns.fetch_add(local.spent_ns.swap(0, Relaxed), Relaxed);
+        }
+    }
+
+    #[inline]
+    fn limited(
+        &self,
+        lane: &Lane<'_>,
+        terms: Terms,
+        request: &Request,
+        events: &impl Events,
+        call: impl FnOnce() -> CUresult,
+    ) -> CUresult {
+        let measurable = self.captures.load(Relaxed) == 0;
+        let Some(quote) = self.admit(lane, terms, request, measurable, events) else {
+            return call();
+        };
+        self.book(lane, &quote);
+        let result = if quote.sample { self.measured(lane, request, events, call) } else { call() };
+        if !result.is_ok() {
+            lane.bucket().refund(clock::coarse_ns(), quote.ns, terms);
+        }
+        result
+    }
+
+    #[cold]
+    fn measured(
+        &self,
+        lane: &Lane<'_>,
+        request: &Request,
+        events: &impl Events,
+        call: impl FnOnce() -> CUresult,
+    ) -> CUresult {
+        self.poll(lane, events);
+        self.sampler.measure(lane.index, request.key, request.stream, events, call)
+    }
+
+    #[inline]
+    fn book(&self, lane: &Lane<'_>, quote: &Quote) {
+        self.costs.book(quote);
+        if let Some(local) = self.local.get(lane.index) {
+            local.spent_ns.store(local.spent_ns.load(Relaxed).saturating_add(quote.ns), Relaxed);
+        }
+    }
+
+    /// Waits until the bucket admits `request`: what it was charged. `None` = the limit is gone.
+    #[inline]
+    fn admit(
+        &self,
+        lane: &Lane<'_>,
+        terms: Terms,
+        request: &Request,
+        measurable: bool,
+        events: &impl Events,
+    ) -> Option<Quote> {
+        let local = self.local.get(lane.index)?;
+        let guess = || self.guess(lane, request, events);
+        let quote = self.costs.quote(request.key, measurable, guess, || Progress::None);
+        let then = local.now.load(Relaxed);
+        if quote.known && lane.bucket().admit_at_past(then, quote.ns, terms) {
+            return Some(quote);
+        }
+        let now = clock::coarse_ns();
+        local.now.store(now, Relaxed);
+        let quote = if quote.known || !measurable { quote } else { self.unknown(lane, request, now, events) };
+        match lane.bucket().admit(now, quote.ns, terms) {
+            Admission::Go => Some(quote),
+            Admission::Wait(ns) => self.wait(lane, request, measurable, ns, events),
+        }
+    }
+
+    fn quote(
+        &self,
+        lane: &Lane<'_>,
+        request: &Request,
+        measurable: bool,
+        now: u64,
+        events: &impl Events,
+    ) -> Quote {
+        let guess = || self.guess(lane, request, events);
+        let known = self.costs.quote(request.key, measurable, guess, || Progress::None);
+        if known.known || !measurable {
+            return known;
+        }
+        self.unknown(lane, request, now, events)
+    }
+
+    #[cold]
+    fn guess(&self, lane: &Lane<'_>, request: &Request, events: &impl Events) -> u64 {
+        let (Some(size), Some(local)) = (request.size, self.local.get(lane.index)) else { return GRAPH_NS };
+        let mut resident = local.resident.load(Relaxed);
+        if resident == 0 {
+            resident = events.resident_threads().unwrap_or(RESIDENT);
+            local.resident.store(resident, Relaxed);
+        }
+        guess_ns(size, resident)
+    }
+
+    /// A quote for what is not measured yet: perhaps by now it is.
+    #[cold]
+    fn unknown(&self, lane: &Lane<'_>, request: &Request, now: u64, events: &impl Events) -> Quote {
+        let measurable = events.usable();
+        if measurable {
+            self.poll(lane, events);
+        }
+        let guess = || self.guess(lane, request, events);
+        let progress = || self.sampler.progress(request.key, now, events);
+        self.costs.quote(request.key, measurable, guess, progress)
+    }
+
+    #[cold]
+    fn wait(
+        &self,
+        lane: &Lane<'_>,
+        request: &Request,
+        measurable: bool,
+        first_ns: u64,
+        events: &impl Events,
+    ) -> Option<Quote> {
+        lane.words.waits.fetch_add(1, Relaxed);
+        let (mut ns, mut since) = (first_ns, clock::coarse_ns());
+        loop {
+            let slice = if measurable && self.sampler.flying() { MEASURING_SLICE_NS } else { SLICE_NS };
+            sleep(lane, ns.min(slice));
+            let now = clock::coarse_ns();
+            lane.words.wait_ns.fetch_add(now.saturating_sub(since), Relaxed);
+            since = now;
+            if measurable {
+                self.poll(lane, events);
+            }
+            pass_gate(lane);
+            let terms = lane.terms()?;
+            let quote = self.quote(lane, request, measurable, now, events);
+            match lane.bucket().admit(now, quote.ns, terms) {
+                Admission::Go => return Some(quote),
+                Admission::Wait(more) => ns = more,
+            }
+        }
+    }
+
+    /// Enters the measurements that have ended.
+    fn poll(&self, lane: &Lane<'_>, events: &impl Events) {
+        self.sampler.poll(events, |Measured { card, key, ns }| {
+            let correction = self.costs.measured(key, ns);
+            let Some(terms) = lane.terms().filter(|_| card == lane.index) else { return };
+            let (bucket, now) = (lane.bucket(), clock::coarse_ns());
+            match correction {
+                Correction::None => {}
+                Correction::Charge(ns) => bucket.charge(now, ns, terms),
+                Correction::Refund(ns) => bucket.refund(now, ns, terms),
+            }
+        });
+    }
+}
+
+/// Sleeps for `ns` at most, or until the agent has something new.
+fn sleep(lane: &Lane<'_>, ns: u64) {
+    let word = &lane.page.futex;
+    let seen = word.load(Relaxed);
+    // Time over, woken, interrupted or changed already: all of them mean to look again.
+    let _ = futex_wait(word.as_ptr(), seen, ns.clamp(1, SLICE_NS));
+}
+
+/// Waits while a more urgent container is at work. Not counted among the waits for the bucket: the agent would take them
+/// for a share that is held too tight.
+fn pass_gate(lane: &Lane<'_>) {
+    if lane.tail.recent_kernel.load(Relaxed) >= 0 {
+        return;
+    }
+    let began = clock::coarse_ns();
+    loop {
+        let now = clock::coarse_ns();
+        if !lane.gated(now, now.saturating_sub(began)) {
+            return;
+        }
+        sleep(lane, SLICE_NS);
+    }
+}
+
+fn renew_stamps(lane: &Lane<'_>) {
+    let recent = &lane.tail.recent_kernel;
+    let value = recent.load(Relaxed);
+    if value >= 0 && value != JUST_LAUNCHED {
+        // Not over a gate that was closed meanwhile.
+        let _ = recent.compare_exchange(value, JUST_LAUNCHED, Relaxed, Relaxed);
+    }
+    let (now, words) = (clock::realtime_ns(), lane.words);
+    if words.first_launch.load(Relaxed) == 0 {
+        let _ = words.first_launch.compare_exchange(0, now, Relaxed, Relaxed);
+    }
+    let last = words.last_launch.load(Relaxed);
+    // A stamp ahead of now is a clock that was set back, or a tenant's.
+    if now.wrapping_sub(last) >= STAMP_NS {
+        words.last_launch.store(now, Relaxed);
+        lane.tail.last_kernel_time.store(now / 1_000_000_000, Relaxed);
+    }
+}

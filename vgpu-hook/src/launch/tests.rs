@@ -1,0 +1,366 @@
+#![expect(unsafe_code, reason = "calls wrappers with a fake driver function")]
+
+use core::cell::RefCell;
+use core::ffi::c_void;
+use core::ptr::null_mut;
+use core::sync::atomic::AtomicU32;
+use core::sync::atomic::Ordering::Relaxed;
+use std::boxed::Box;
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+use std::vec::Vec;
+
+use mullion_pace::policy::{GATED, JUST_LAUNCHED, Policy};
+use mullion_pace::{Correction, Key, SCALE_ONE, Size};
+
+use super::Lane;
+use super::events::{Events, Handle, Query};
+use super::pacer::{Pacer, Request};
+use crate::container::{CardWords, HamiTail, Page};
+use crate::cuda::{CUenum, CUresult};
+use crate::sys::{clock, futex_wake};
+
+const MS: u64 = 1_000_000;
+
+/// The files of a container with one card.
+struct Files {
+    page: Page,
+    words: CardWords,
+    tail: HamiTail,
+}
+
+impl Files {
+    /// `percent` 0 is no limit.
+    fn new(percent: u64) -> Box<Self> {
+        // SAFETY: words and bytes, for all of which zero is a value.
+        let files: Box<Self> = unsafe { Box::new_zeroed().assume_init() };
+        let card = &files.page.cards[0];
+        card.rate.store(percent * 10_000_000, Relaxed);
+        card.scale.store(SCALE_ONE, Relaxed);
+        card.burst.store(50 * MS, Relaxed);
+        files.page.heartbeat.store(clock::monotonic_ns(), Relaxed);
+        files.tail.utilization_switch.store(1, Relaxed);
+        files.words.tat.store(clock::coarse_ns(), Relaxed);
+        files
+    }
+
+    fn lane(&self, by_hand: Option<Policy>) -> Lane<'_> {
+        let (by_hand, policy) = (by_hand.is_some(), by_hand.unwrap_or_default());
+        Lane {
+            index: 0,
+            page: &self.page,
+            card: &self.page.cards[0],
+            words: &self.words,
+            tail: &self.tail,
+            by_hand,
+            policy,
+        }
+    }
+}
+
+/// A driver whose kernels have run when they are asked for.
+#[derive(Default)]
+struct Fake {
+    log: RefCell<Vec<&'static str>>,
+    elapsed: u64,
+    running: bool,
+    captured: bool,
+    context: Handle,
+    mode: AtomicU32,
+    created: AtomicU32,
+}
+
+impl Fake {
+    fn new(elapsed: u64) -> Self {
+        Self { elapsed, context: 7, ..Self::default() }
+    }
+
+    fn say(&self, what: &'static str) {
+        assert!(what == "call" || self.mode.load(Relaxed) == 2, "{what} outside of relaxed mode");
+        self.log.borrow_mut().push(what);
+    }
+}
+
+impl Events for Fake {
+    fn usable(&self) -> bool {
+        true
+    }
+    fn context(&self) -> Handle {
+        self.context
+    }
+    fn create(&self) -> Option<Handle> {
+        self.say("create");
+        Some(self.created.fetch_add(1, Relaxed) as Handle + 100)
+    }
+    fn record(&self, _: Handle, stream: Handle) -> bool {
+        assert_eq!(stream, 1);
+        self.say("record");
+        true
+    }
+    fn query(&self, _: Handle) -> Query {
+        self.say("query");
+        if self.running { Query::NotYet } else { Query::Done }
+    }
+    fn elapsed_ns(&self, start: Handle, stop: Handle) -> Option<u64> {
+        assert_eq!(start + 1, stop);
+        Some(self.elapsed)
+    }
+    fn exchange_mode(&self, mode: CUenum) -> CUenum {
+        self.mode.swap(mode, Relaxed)
+    }
+    fn capturing(&self, _: Handle) -> bool {
+        self.captured
+    }
+    fn resident_threads(&self) -> Option<u64> {
+        Some(132 * 2048)
+    }
+}
+
+fn request() -> Request {
+    let size = Size { blocks: 4, threads: 32 };
+    Request { key: Key::function(0x1000, size), size: Some(size), stream: 1 }
+}
+
+fn pacer(known_ns: Option<u64>) -> Box<Pacer> {
+    let pacer = Box::new(Pacer::new());
+    if let Some(ns) = known_ns {
+        assert_eq!(pacer.costs.measured(request().key, ns), Correction::None);
+    }
+    pacer
+}
+
+#[test]
+fn without_a_limit_a_launch_leaves_its_stamps_and_nothing_else() {
+    let (files, pacer, fake) = (Files::new(0), pacer(None), Fake::new(0));
+    let tat = files.words.tat.load(Relaxed);
+    for _ in 0..3 {
+        assert_eq!(
+            pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS),
+            CUresult::SUCCESS
+        );
+    }
+    let first = files.words.first_launch.load(Relaxed);
+    assert!(first > 0 && files.words.last_launch.load(Relaxed) >= first);
+    assert_eq!(
+        files.tail.last_kernel_time.load(Relaxed),
+        files.words.last_launch.load(Relaxed) / 1_000_000_000
+    );
+    // MO-10: priority works without an SM limit, so such a container is seen as active too.
+    assert_eq!(files.tail.recent_kernel.load(Relaxed), JUST_LAUNCHED);
+    assert_eq!((files.words.tat.load(Relaxed), files.words.waits.load(Relaxed)), (tat, 0));
+    assert!(fake.log.borrow().is_empty());
+    // HAMi's monitor counts down, the next launch puts it up again.
+    files.tail.recent_kernel.store(1, Relaxed);
+    let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+    assert_eq!(files.tail.recent_kernel.load(Relaxed), JUST_LAUNCHED);
+}
+
+#[test]
+fn with_a_limit_launches_wait_for_their_share() {
+    let (files, pacer, fake) = (Files::new(50), pacer(Some(10 * MS)), Fake::new(10 * MS));
+    // An agent that died long ago changes nothing.
+    files.page.heartbeat.store(1, Relaxed);
+    let begin = Instant::now();
+    for _ in 0..8 {
+        let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+    }
+    let (took, waits) = (begin.elapsed(), files.words.waits.load(Relaxed));
+    // The first goes at once, each of the others 20 ms after the one before it.
+    assert!(took >= Duration::from_millis(120) && took < Duration::from_secs(2), "{took:?}");
+    assert!((5..=7).contains(&waits), "{waits}");
+    assert!(files.words.wait_ns.load(Relaxed) >= 100 * MS);
+}
+
+#[test]
+fn a_launch_that_fails_is_given_back() {
+    let (files, pacer, fake) = (Files::new(10), pacer(Some(100 * MS)), Fake::new(0));
+    for _ in 0..20 {
+        let result = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::INVALID_HANDLE);
+        assert_eq!(result, CUresult::INVALID_HANDLE);
+    }
+    assert_eq!(files.words.waits.load(Relaxed), 0);
+}
+
+#[test]
+fn the_first_launch_is_measured_and_settles_what_was_charged() {
+    let (files, pacer, mut fake) = (Files::new(50), pacer(None), Fake::new(5_000));
+    fake.running = true;
+    let lane = files.lane(None);
+    let call = |fake: &Fake| {
+        let _ = pacer.launch(&lane, &request(), fake, || {
+            fake.say("call");
+            CUresult::SUCCESS
+        });
+    };
+    call(&fake);
+    assert_eq!(*fake.log.borrow(), ["create", "create", "record", "call", "record"]);
+    assert!(pacer.sampler.flying() && pacer.costs.known_ns(request().key).is_none());
+    let charged = files.words.tat.load(Relaxed);
+    fake.running = false;
+    call(&fake);
+    assert_eq!(pacer.costs.known_ns(request().key), Some(5_000));
+    // 5 us instead of a millisecond at 50 %.
+    assert!(files.words.tat.load(Relaxed) < charged, "nothing was given back");
+    // The events stay for the next measurement.
+    for _ in 0..70 {
+        call(&fake);
+    }
+    assert_eq!(fake.created.load(Relaxed), 2);
+    // Until their context goes.
+    pacer.sampler.forget();
+    for _ in 0..130 {
+        call(&fake);
+    }
+    assert_eq!(fake.created.load(Relaxed), 4);
+}
+
+#[test]
+fn a_captured_launch_is_neither_charged_nor_measured() {
+    let (files, pacer, mut fake) = (Files::new(10), pacer(None), Fake::new(0));
+    pacer.captures.store(1, Relaxed);
+    fake.captured = true;
+    let tat = files.words.tat.load(Relaxed);
+    for _ in 0..100 {
+        let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+    }
+    assert_eq!(files.words.tat.load(Relaxed), tat);
+    // A launch into another stream meanwhile is charged by its guess, and not measured.
+    fake.captured = false;
+    let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+    assert!(files.words.tat.load(Relaxed) > tat && fake.log.borrow().is_empty());
+}
+
+/// Launches on another thread while `change` is made; how long it took.
+fn meanwhile(
+    files: &'static Files,
+    pacer: &'static Pacer,
+    by_hand: Option<Policy>,
+    after_ms: u64,
+    change: impl FnOnce(),
+) -> Duration {
+    let done = Mutex::new(None);
+    let begin = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let fake = Fake::new(0);
+            let _ = pacer.launch(&files.lane(by_hand), &request(), &fake, || CUresult::SUCCESS);
+            *done.lock().unwrap() = Some(begin.elapsed());
+        });
+        thread::sleep(Duration::from_millis(after_ms));
+        change();
+        files.page.futex.fetch_add(1, Relaxed);
+        futex_wake(files.page.futex.as_ptr());
+    });
+    done.into_inner().unwrap().unwrap()
+}
+
+#[test]
+fn the_gate_holds_a_launch_until_it_is_opened() {
+    let (files, pacer): (&'static Files, &'static Pacer) = (Box::leak(Files::new(0)), Box::leak(pacer(None)));
+    for by_hand in [None, Some(Policy::Default)] {
+        files.page.heartbeat.store(clock::monotonic_ns(), Relaxed);
+        files.tail.recent_kernel.store(GATED, Relaxed);
+        let took = meanwhile(files, pacer, by_hand, 150, || files.tail.recent_kernel.store(0, Relaxed));
+        assert!(took >= Duration::from_millis(150) && took < Duration::from_millis(400), "{took:?}");
+        assert_eq!(files.tail.recent_kernel.load(Relaxed), JUST_LAUNCHED);
+        // It is not a share held too tight.
+        assert_eq!(files.words.waits.load(Relaxed), 0);
+    }
+}
+
+#[test]
+fn a_dead_agent_blocks_nobody_at_the_gate() {
+    for heartbeat in [0, clock::monotonic_ns().saturating_sub(4_000 * MS).max(1)] {
+        let (files, pacer, fake) = (Files::new(0), pacer(None), Fake::new(0));
+        files.page.heartbeat.store(heartbeat, Relaxed);
+        files.tail.recent_kernel.store(GATED, Relaxed);
+        let begin = Instant::now();
+        let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+        assert!(begin.elapsed() < Duration::from_millis(100), "{heartbeat}: {:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn a_lifted_limit_frees_a_waiting_launch_at_once() {
+    let files: &'static Files = Box::leak(Files::new(1));
+    let pacer: &'static Pacer = Box::leak(pacer(Some(1_000 * MS)));
+    files.words.tat.store(clock::coarse_ns() + 1_900 * MS, Relaxed);
+    let took = meanwhile(files, pacer, None, 100, || files.page.cards[0].rate.store(0, Relaxed));
+    assert!(took >= Duration::from_millis(90) && took < Duration::from_millis(300), "{took:?}");
+}
+
+#[test]
+fn a_tenants_word_holds_it_for_two_seconds_at_most() {
+    let (files, pacer, fake) = (Files::new(50), pacer(Some(1_000)), Fake::new(0));
+    files.words.tat.store(u64::MAX, Relaxed);
+    let begin = Instant::now();
+    let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+    let took = begin.elapsed();
+    assert!(took < Duration::from_millis(2_500), "{took:?}");
+}
+
+/// HK-09: the policy as a table. With a page the agent decides, by the switch.
+#[test]
+fn when_the_share_is_enforced() {
+    for (by_hand, switch, rate, want) in [
+        (Some(Policy::Default), 1, 500_000_000, true),
+        (Some(Policy::Default), 0, 500_000_000, false),
+        (Some(Policy::Force), 0, 500_000_000, true),
+        (Some(Policy::Disable), 1, 500_000_000, false),
+        (Some(Policy::Force), 1, 1_000_000_000, false),
+        (None, 1, 500_000_000, true),
+        (None, 0, 500_000_000, false),
+        (None, 1, 0, false),
+    ] {
+        let files = Files::new(0);
+        files.page.cards[0].rate.store(rate, Relaxed);
+        files.tail.utilization_switch.store(switch, Relaxed);
+        assert_eq!(files.lane(by_hand).terms().is_some(), want, "{by_hand:?}, switch {switch}, rate {rate}");
+    }
+}
+
+/// What the fake driver function below was called with.
+static SEEN: Mutex<Option<(usize, [u32; 7], usize)>> = Mutex::new(None);
+
+unsafe extern "C" fn real_kernel(
+    function: *mut c_void,
+    gx: u32,
+    gy: u32,
+    gz: u32,
+    bx: u32,
+    by: u32,
+    bz: u32,
+    shared: u32,
+    stream: *mut c_void,
+    _: *mut *mut c_void,
+    _: *mut *mut c_void,
+) -> CUresult {
+    *SEEN.lock().unwrap() = Some((function.addr(), [gx, gy, gz, bx, by, bz, shared], stream.addr()));
+    CUresult(123)
+}
+
+unsafe extern "C" fn real_ex(
+    _: *const crate::cuda::CUlaunchConfig,
+    _: *mut c_void,
+    _: *mut *mut c_void,
+    _: *mut *mut c_void,
+) -> CUresult {
+    CUresult::INVALID_VALUE
+}
+
+#[test]
+fn arguments_and_results_pass_unchanged() {
+    let (function, stream) =
+        (core::ptr::without_provenance_mut(0x10), core::ptr::without_provenance_mut(0x20));
+    for form in [super::kernel, super::kernel_ptsz] {
+        // SAFETY: the fake looks at numbers only.
+        let result =
+            unsafe { form(real_kernel, function, 1, 2, 3, 4, 5, 6, 7, stream, null_mut(), null_mut()) };
+        assert_eq!(result, CUresult(123));
+        assert_eq!(SEEN.lock().unwrap().take(), Some((0x10, [1, 2, 3, 4, 5, 6, 7], 0x20)));
+    }
+    // SAFETY: a null configuration is the driver's to refuse.
+    let result = unsafe { super::kernel_ex(real_ex, core::ptr::null(), function, null_mut(), null_mut()) };
+    assert_eq!(result, CUresult::INVALID_VALUE);
+}
