@@ -7,14 +7,16 @@ use std::path::{Path, PathBuf};
 use mullion_audit::Event as AuditEvent;
 use mullion_core::units::AllocationUid;
 use mullion_pace::policy::{self, Activity, Policy, Task};
-use mullion_pace::{Meter, Observation, Reading, Steer};
-use mullion_region::hami::{self, Layout};
+use mullion_pace::{Observation, Reading, Steer};
+use mullion_region::hami;
 use tracing::debug;
 
 use crate::cgroup::Cgroups;
 use crate::monitor::escape::{Bypass, Held, Suspicion, bypass};
 use crate::monitor::files::{Folder, Ours, Unreadable, UsageFile};
+use crate::monitor::gauge::Gauge;
 use crate::monitor::minute::Minute;
+use crate::monitor::mirror::mirror;
 use crate::monitor::page::Page;
 use crate::monitor::processes::{Processes, container_cgroup};
 use crate::monitor::reapers::Reapers;
@@ -24,10 +26,6 @@ use crate::monitor::usage::{ContainerUsage, of_foreign, of_ours};
 use crate::nvml::sample::{CardSample, Sample};
 use crate::prepare::files::USAGE_FILE;
 
-/// A driver's measurement below this share says nothing of work that goes on: the window may have ended since.
-const BUSY_PERCENT: u32 = 50;
-/// A process whose newest measurement is older than this is shown as idle: three of a driver's longest windows.
-const LISTED_NS: u64 = 3 * mullion_pace::MAX_WINDOW_NS;
 /// A clock of the container's may run ahead of ours by this much; what was launched later than that was not.
 const AHEAD_NS: u64 = 1_000_000_000;
 
@@ -117,9 +115,7 @@ struct Kept {
 
 #[derive(Debug, Default)]
 struct KeptCard {
-    meter: Meter,
-    /// Utilisation in 1/1000, as it was last known.
-    per_mille: u32,
+    gauge: Gauge,
     steer: Option<Steer>,
     waits: u64,
     wait_ns: u64,
@@ -245,7 +241,7 @@ impl Engine {
         cards: &BTreeMap<&str, &CardSample>,
         rows: &mut Vec<AuditEvent>,
     ) -> Scene<'a> {
-        let file = self.open(target, folder);
+        let file = open(target, folder);
         let (file, problem) = match file {
             Ok(file) => (Some(file), None),
             Err(problem) => (None, Some(problem)),
@@ -297,20 +293,12 @@ impl Engine {
         };
         for (card, name) in kept.cards.iter_mut().zip(names) {
             let sample = cards.get(name.as_str()).copied();
-            let (measured, reading, busy_now) = measure(now, card, name, sample, known.as_ref());
+            let (measured, reading, busy_now) = card.gauge.measure(now, name, sample, known.as_ref());
             scene.measured.push(measured);
             scene.readings.push(reading);
             scene.busy_now |= busy_now;
         }
         scene
-    }
-
-    fn open(&self, target: &Target, folder: Option<&Folder>) -> Result<UsageFile, Unreadable> {
-        let folder = folder.ok_or(Unreadable::Missing)?;
-        if target.grant.is_some() {
-            return folder.usage_file(&PathBuf::from(target.folder()).join(USAGE_FILE));
-        }
-        folder.foreign_file(&target.folder())
     }
 
     /// The container's processes; `None` where they are not known.
@@ -527,122 +515,18 @@ impl Engine {
     }
 }
 
+fn open(target: &Target, folder: Option<&Folder>) -> Result<UsageFile, Unreadable> {
+    let folder = folder.ok_or(Unreadable::Missing)?;
+    if target.grant.is_some() {
+        return folder.usage_file(&PathBuf::from(target.folder()).join(USAGE_FILE));
+    }
+    folder.foreign_file(&target.folder())
+}
+
 /// Age of a container's last launch; `None` where it never launched, or where what it says is no time.
 fn age(now: Now, usage: &ContainerUsage) -> Option<u64> {
     let last = usage.cards.iter().map(|c| c.last_launch_ns).max().filter(|at| *at != 0)?;
     (last <= now.unix_ns.saturating_add(AHEAD_NS)).then(|| now.unix_ns.saturating_sub(last))
-}
-
-/// What the driver says of a container on one card, and whether something of it runs now.
-fn measure(
-    now: Now,
-    kept: &mut KeptCard,
-    card: String,
-    sample: Option<&CardSample>,
-    processes: Option<&Processes>,
-) -> (Measured, Reading, bool) {
-    let mut measured = Measured { card, ..Measured::default() };
-    let (Some(sample), Some(processes)) = (sample, processes) else {
-        return (measured, Reading::Missing, false);
-    };
-    if let Some(list) = &sample.processes {
-        let of_us = || list.iter().filter(|p| processes.has(p.pid));
-        measured.processes = of_us().count();
-        // One process of which the driver does not say how much makes the sum unknown.
-        measured.bytes = of_us().map(|p| p.bytes).try_fold(0_u64, |sum, b| Some(sum.saturating_add(b?)));
-        measured.by_process = of_us().filter_map(|p| Some((p.pid, p.bytes?))).collect();
-    }
-    let Some(busy) = &sample.busy else { return (measured, Reading::Missing, false) };
-    let mut busy_now = false;
-    for sample in busy.iter().filter(|b| processes.has(b.pid)) {
-        let at_ns = sample.at_us.saturating_mul(1000);
-        kept.meter.push(sample.pid, at_ns, sample.sm.min(100));
-        let fresh = now.unix_ns.saturating_sub(at_ns) <= mullion_pace::MAX_WINDOW_NS;
-        busy_now |= fresh && sample.sm >= BUSY_PERCENT;
-        let latest = measured.sm_by_process.entry(sample.pid).or_insert((at_ns, 0));
-        if at_ns >= latest.0 {
-            *latest = (at_ns, sample.sm.min(100));
-        }
-    }
-    measured.sm_by_process.retain(|_, (at_ns, _)| now.unix_ns.saturating_sub(*at_ns) <= LISTED_NS);
-    let reading = kept.meter.take(now.unix_ns);
-    match reading {
-        Reading::Present { per_mille, .. } => kept.per_mille = per_mille,
-        Reading::Absent => kept.per_mille = 0,
-        // Who is not listed any more has stopped, or the driver is late: for the loop the difference matters, for people
-        // the former is what nearly always happened.
-        Reading::Stale { age_ns } if age_ns > LISTED_NS => kept.per_mille = 0,
-        Reading::Gathering | Reading::Stale { .. } | Reading::Missing => {}
-    }
-    measured.per_mille = Some(kept.per_mille);
-    (measured, reading, busy_now)
-}
-
-/// Keeps HAMi's fields of our own file true, for those who read them: what lives, what it uses, and which slots nobody
-/// has any more.
-fn mirror(
-    file: &UsageFile,
-    ours: &Ours,
-    measured: &[Measured],
-    kept: &mut Option<BTreeSet<usize>>,
-    processes: &Processes,
-    target: &Target,
-) {
-    let alive: BTreeSet<usize> = ours.alive.iter().map(|a| a.slot).collect();
-    // At the first look, whatever was ever claimed.
-    let mut uncleared = kept.take().unwrap_or_else(|| (0..ours.hot.high_water).collect());
-    let result = (|| -> std::io::Result<()> {
-        for owner in &ours.alive {
-            let slot = owner.slot;
-            let host = processes.host_pid(owner.process.pid);
-            let host_pid = host.and_then(|pid| i32::try_from(pid).ok()).unwrap_or(0);
-            if owner.process.hostpid != host_pid
-                && host_pid != 0
-                && let Some(write) = Layout::V1_2.hostpid(slot, host_pid)
-            {
-                file.put(&write)?;
-            }
-            for (card, measured) in measured.iter().enumerate() {
-                let Some(old) = owner.process.cards.get(card) else { continue };
-                let settled = owner.cards.get(card).map_or(0, |s| s.settled);
-                let used = hami::Used::of(settled);
-                if old.used != used
-                    && let Some(write) = Layout::V1_2.used(slot, card, &used)
-                {
-                    file.put(&write)?;
-                }
-                let Some(host) = host else { continue };
-                let bytes = measured.by_process.get(&host).copied().unwrap_or(0);
-                if old.monitor_used != bytes
-                    && let Some(write) = Layout::V1_2.monitor_used(slot, card, bytes)
-                {
-                    file.put(&write)?;
-                }
-                let percent = measured.sm_by_process.get(&host).map_or(0, |(_, sm)| u64::from(*sm));
-                if old.sm_util != percent
-                    && let Some(write) = Layout::V1_2.sm_util(slot, card, percent)
-                {
-                    file.put(&write)?;
-                }
-            }
-        }
-        // A slot that another library took has no byte of ours: it is not dead for that.
-        if ours.hot.foreign == 0 {
-            for slot in uncleared.difference(&alive) {
-                file.free(*slot, measured.len())?;
-            }
-        }
-        Ok(())
-    })();
-    match result {
-        // What lives is looked at again when it is dead.
-        Ok(()) => *kept = Some(alive),
-        Err(error) => {
-            uncleared.extend(alive);
-            *kept = Some(uncleared);
-            debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not mirrored");
-        }
-    }
 }
 
 fn tend(path: &Path, now_ns: u64, scales: &[(usize, NonZeroU32)]) {

@@ -281,6 +281,9 @@ const SLICES: &[OfSlice] = &[
     ),
 ];
 
+/// A metric about a card of the node.
+type OfCard = (&'static str, &'static str, fn(&Card) -> Option<u64>);
+
 /// A metric of ours about a container.
 type OfContainer = (&'static str, &'static str, MetricType, fn(&Container) -> Option<Shown>);
 
@@ -389,7 +392,7 @@ impl Exporter {
             let count = u64::try_from(code.len()).unwrap_or(u64::MAX);
             unreadable.add([("node", node), ("code", name)], Whole(count))?;
         }
-        let cards: [(&str, &str, fn(&Card) -> Option<u64>); 4] = [
+        let cards: [OfCard; 4] = [
             ("mullion_card_memory_bytes", "Memory of the card.", |c| Some(c.memory?.0)),
             ("mullion_card_memory_used_bytes", "Memory of the card in use by anybody.", |c| {
                 Some(c.memory?.1)
@@ -428,21 +431,29 @@ impl Exporter {
         snapshot: &Snapshot,
         slices: &[Slice<'_>],
     ) -> fmt::Result {
-        let hosts: [(&str, &str, bool, fn(&Card) -> Option<u64>); 3] = [
-            ("hami_host_gpu_memory_used_bytes", "HAMi: memory of the card in use.", true, |c| {
-                Some(c.memory?.1)
-            }),
-            ("hami_host_gpu_utilization_ratio", "HAMi: utilization of the card, 0 to 100.", true, |c| {
-                Some(c.utilization?.0.into())
-            }),
+        let hosts: [(OfCard, bool); 3] = [
             (
-                "hami_host_gpu_memory_controller_utilization_ratio",
-                "HAMi: utilization of the card's memory controller, 0 to 100.",
+                ("hami_host_gpu_memory_used_bytes", "HAMi: memory of the card in use.", |c| {
+                    Some(c.memory?.1)
+                }),
+                true,
+            ),
+            (
+                ("hami_host_gpu_utilization_ratio", "HAMi: utilization of the card, 0 to 100.", |c| {
+                    Some(c.utilization?.0.into())
+                }),
+                true,
+            ),
+            (
+                (
+                    "hami_host_gpu_memory_controller_utilization_ratio",
+                    "HAMi: utilization of the card's memory controller, 0 to 100.",
+                    |c| Some(c.utilization?.1.into()),
+                ),
                 false,
-                |c| Some(c.utilization?.1.into()),
             ),
         ];
-        for (name, help, with_node, number) in hosts {
+        for ((name, help, number), with_node) in hosts {
             let mut family = family(encoder, name, help, GAUGE)?;
             for card in &snapshot.cards {
                 let Some(number) = number(card) else { continue };
@@ -482,7 +493,7 @@ impl Exporter {
         snapshot: &Snapshot,
         slices: &[Slice<'_>],
     ) -> fmt::Result {
-        let hosts: [(&str, &str, fn(&Card) -> Option<u64>); 2] = [
+        let hosts: [OfCard; 2] = [
             ("HostGPUMemoryUsage", "HAMi before v2.10: memory of the card in use.", |c| Some(c.memory?.1)),
             ("HostCoreUtilization", "HAMi before v2.10: utilization of the card, 0 to 100.", |c| {
                 Some(c.utilization?.0.into())

@@ -218,10 +218,9 @@ impl UsageFile {
         let mut bytes = [0; extension::NOTES_AT];
         let bytes = self.some(EXTENSION_AT as u64, &mut bytes)?;
         let hot = extension::read_hot(bytes)?;
-        let owned = self.owned(hot.high_water)?;
         let mut alive: Vec<Alive> = Vec::new();
         let mut bytes = vec![0; Layout::V1_2.slot_size()];
-        for slot in owned {
+        for slot in self.owned(hot.high_water)? {
             let Some(at) = Layout::V1_2.slot_offset(slot) else { continue };
             let process = Layout::V1_2.read_slot(self.some(at, &mut bytes)?)?;
             alive.push(Alive { slot, process, cards: Vec::with_capacity(cards) });

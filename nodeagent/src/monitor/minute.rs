@@ -66,7 +66,7 @@ impl Minute {
             let now = &kept.last;
             let start = kept.start.replace(now.clone()).unwrap_or_default();
             // A tenant can set counters back; then this minute's are not known.
-            let more = |count: fn(&CardUsage) -> u64| count(now).checked_sub(count(&start)).unwrap_or(0);
+            let more = |count: fn(&CardUsage) -> u64| count(now).saturating_sub(count(&start));
             let launched = now.last_launch_ns != start.last_launch_ns;
             let row = CardMinute {
                 card: now.card.clone(),

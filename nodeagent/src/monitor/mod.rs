@@ -1,8 +1,8 @@
 //! Looks after what containers do with their cards: reads their usage files, asks the driver once for all of them,
 //! steers the pace of their launches, finds memory that no account explains, and keeps the figures that are scraped.
 //!
-//! [`target`] says whom to look after, [`files`], [`processes`], [`page`] and [`reap`] touch the outside, [`usage`], [`escape`]
-//! and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
+//! [`target`] says whom to look after, [`files`], [`processes`], [`page`] and [`reap`] touch the outside, [`usage`], [`gauge`],
+//! [`escape`] and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
 //! around it: when to look, and whom to tell.
 //!
 //! A usage file is the tenant's. What it says is believed as far as it can be true, about its own container and about no
@@ -12,7 +12,9 @@ pub mod engine;
 pub mod escape;
 pub mod export;
 pub mod files;
+pub mod gauge;
 pub mod minute;
+pub mod mirror;
 pub mod page;
 pub mod processes;
 pub mod reap;
@@ -136,11 +138,10 @@ impl Monitor {
         }
         for turn in turns {
             let (pod, container) = (&turn.target.pod, &turn.target.container);
-            match &turn.bypass {
-                Some(bypass) => {
-                    warn!(namespace = pod.namespace, pod = pod.name, container, %bypass, "limit bypassed");
-                }
-                None => info!(namespace = pod.namespace, pod = pod.name, container, "limit holds again"),
+            if let Some(bypass) = &turn.bypass {
+                warn!(namespace = pod.namespace, pod = pod.name, container, %bypass, "limit bypassed");
+            } else {
+                info!(namespace = pod.namespace, pod = pod.name, container, "limit holds again");
             }
             let message = turn.bypass.as_ref().map(ToString::to_string);
             self.announcer.limit(pod, container, message.as_deref());

@@ -105,7 +105,9 @@ pub fn reap(file: &File) -> io::Result<usize> {
         if !any || !take_slot(file, slot)? {
             continue;
         }
-        cards.iter().for_each(|(account, _)| account.reap(slot));
+        for (account, _) in &cards {
+            account.reap(slot);
+        }
         yield_slot(file, slot)?;
         reaped += 1;
     }

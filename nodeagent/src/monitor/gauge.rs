@@ -1,0 +1,68 @@
+//! From the driver's lists to what one container does with one card. Pure.
+
+use mullion_pace::{MAX_WINDOW_NS, Meter, Reading};
+
+use crate::monitor::engine::Now;
+use crate::monitor::processes::Processes;
+use crate::monitor::snapshot::Measured;
+use crate::nvml::sample::CardSample;
+
+/// A measurement below this share says nothing of work that goes on: the window may have ended since.
+const BUSY_PERCENT: u32 = 50;
+/// A process whose newest measurement is older than this is shown as idle: three of a driver's longest windows.
+const LISTED_NS: u64 = 3 * MAX_WINDOW_NS;
+
+/// What is kept of one container on one card.
+#[derive(Clone, Debug, Default)]
+pub struct Gauge {
+    meter: Meter,
+    /// Utilisation in 1/1000, as it was last known.
+    per_mille: u32,
+}
+
+impl Gauge {
+    /// What the driver says of a container on one card, and whether something of it runs now.
+    pub fn measure(
+        &mut self,
+        now: Now,
+        card: String,
+        sample: Option<&CardSample>,
+        processes: Option<&Processes>,
+    ) -> (Measured, Reading, bool) {
+        let mut measured = Measured { card, ..Measured::default() };
+        let (Some(sample), Some(processes)) = (sample, processes) else {
+            return (measured, Reading::Missing, false);
+        };
+        if let Some(list) = &sample.processes {
+            let of_us = || list.iter().filter(|p| processes.has(p.pid));
+            measured.processes = of_us().count();
+            // One process of which the driver does not say how much makes the sum unknown.
+            measured.bytes = of_us().map(|p| p.bytes).try_fold(0_u64, |sum, b| Some(sum.saturating_add(b?)));
+            measured.by_process = of_us().filter_map(|p| Some((p.pid, p.bytes?))).collect();
+        }
+        let Some(busy) = &sample.busy else { return (measured, Reading::Missing, false) };
+        let mut busy_now = false;
+        for sample in busy.iter().filter(|b| processes.has(b.pid)) {
+            let at_ns = sample.at_us.saturating_mul(1000);
+            self.meter.push(sample.pid, at_ns, sample.sm.min(100));
+            let fresh = now.unix_ns.saturating_sub(at_ns) <= MAX_WINDOW_NS;
+            busy_now |= fresh && sample.sm >= BUSY_PERCENT;
+            let latest = measured.sm_by_process.entry(sample.pid).or_insert((at_ns, 0));
+            if at_ns >= latest.0 {
+                *latest = (at_ns, sample.sm.min(100));
+            }
+        }
+        measured.sm_by_process.retain(|_, (at_ns, _)| now.unix_ns.saturating_sub(*at_ns) <= LISTED_NS);
+        let reading = self.meter.take(now.unix_ns);
+        match reading {
+            Reading::Present { per_mille, .. } => self.per_mille = per_mille,
+            Reading::Absent => self.per_mille = 0,
+            // Who is not listed any more has stopped, or the driver is late: for the loop the difference matters, for people
+            // the former is what nearly always happened.
+            Reading::Stale { age_ns } if age_ns > LISTED_NS => self.per_mille = 0,
+            Reading::Gathering | Reading::Stale { .. } | Reading::Missing => {}
+        }
+        measured.per_mille = Some(self.per_mille);
+        (measured, reading, busy_now)
+    }
+}
