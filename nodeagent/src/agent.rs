@@ -139,7 +139,7 @@ impl Agent {
             let preparer = Arc::clone(&preparer);
             async move { preparer.prepare(ids).await }.boxed()
         });
-        let service = Service::new(offered, prepare, Arc::clone(&self.metrics));
+        let service = Service::new(offered, prepare, Arc::clone(&self.metrics), self.facts.clone());
         let (registered, is_registered) = watch::channel(false);
         self.tasks.spawn(device_plugin::run(settings.device_plugin_dir.clone(), service, registered));
         let slots = keep_slots(
@@ -186,11 +186,8 @@ impl Agent {
             announcer,
         };
         self.spawn(watcher.run());
-        let exporter = Exporter {
-            latest,
-            node: self.settings.node.0.clone(),
-            legacy: self.settings.legacy_metrics,
-        };
+        let exporter =
+            Exporter { latest, node: self.settings.node.0.clone(), legacy: self.settings.legacy_metrics };
         let registry = metrics::registry(&self.metrics, &self.shared, self.audit.clone(), exporter);
         self.tasks.spawn(metrics::serve(self.settings.listen, registry, Arc::clone(&self.shared)));
         Ok(events)
@@ -386,14 +383,13 @@ async fn keep_signs(
         let specs = finder.find().await;
         let takes_rows = audit.check().await;
         let cdi = if specs.is_empty() {
-            let dirs: Vec<_> = settings.driver_cdi_dirs.iter().map(|d| d.display().to_string()).collect();
-            Err(format!(
-                "no CDI spec of kind nvidia.com/gpu in {}, and no nvidia-ctk to make one",
-                dirs.join(", ")
-            ))
+            Err(format!("no CDI spec of kind nvidia.com/gpu {}", finder.missing()))
         } else {
             let files: Vec<_> = specs.iter().map(|s| s.file.display().to_string()).collect();
-            Ok(files.join(", "))
+            let unread = finder.unread();
+            let beside =
+                if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join("; ")) };
+            Ok(files.join(", ") + &beside)
         };
         let topology = topology_policy(&settings.kubelet_config);
         let rivals = device_plugin::rivals(&settings.device_plugin_dir);

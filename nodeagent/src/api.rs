@@ -6,11 +6,12 @@ use std::sync::Arc;
 
 use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::runtime::watcher::{self, Event};
 use kube::runtime::{WatchStreamExt, watcher as watch};
 use kube::{Api, Client, ResourceExt};
 use mullion_audit::{Entry, Event as AuditEvent};
-use mullion_core::facts::AllocationFact;
+use mullion_core::facts::{AllocationFact, ContainerGrant};
 use mullion_core::ledger::Standing;
 use mullion_core::units::{AllocationUid, PodUid};
 use mullion_crds::gpunode::GPUNode;
@@ -246,6 +247,7 @@ impl Watches {
                 }
                 Event::Delete(pod) => {
                     let uid = PodUid(pod.uid().unwrap_or_default());
+                    self.started(&uid, &seen(&pod));
                     self.shared.change_if(|world| {
                         let had = world.allocation_of(&uid).is_some();
                         let new = had && world.deleted_pods.insert(uid.clone());
@@ -256,25 +258,28 @@ impl Watches {
         }
     }
 
-    /// Each container of ours that runs goes into the log, once per run.
+    /// Each container of ours that runs or ran goes into the log, once per run: one that ends within a second may never be
+    /// seen running.
     fn started(&self, uid: &PodUid, pod: &PodSeen) {
         let events: Vec<Entry> = self.shared.read(|w| {
             let Some((fact, _)) = w.allocation_of(uid).filter(|(fact, _)| fact.prepared) else {
                 return Vec::new();
             };
             let before = w.pods.as_ref().and_then(|p| p.get(uid));
-            let running = fact.containers.iter().filter_map(|c| {
-                let id = pod.containers.get(&c.name)?.running.clone()?;
-                let known = before.and_then(|b| b.containers.get(&c.name)?.running.as_ref());
-                (known != Some(&id)).then_some((c.name.clone(), id))
-            });
-            running
-                .map(|(container, id)| {
+            let runs = |seen: &PodSeen, name: &str| {
+                seen.containers.get(name).map(|c| c.runs.clone()).unwrap_or_default()
+            };
+            let mut events = Vec::new();
+            for ContainerGrant { name, .. } in &fact.containers {
+                let known = before.map(|b| runs(b, name)).unwrap_or_default();
+                for (id, started) in runs(pod, name).into_iter().filter(|(id, _)| !known.contains_key(id)) {
                     let (allocation, pod) = (allocation_ref(fact), pod_ref(&fact.pod));
-                    let event = AuditEvent::ContainerStarted { allocation, pod, container };
-                    traced(event).keyed(format!("container/{id}/started"))
-                })
-                .collect()
+                    let event =
+                        AuditEvent::ContainerStarted { allocation, pod, container: name.clone(), started };
+                    events.push(traced(event).keyed(format!("container/{id}/started")));
+                }
+            }
+            events
         });
         for event in events {
             let _ = self.facts.send(event);
@@ -318,7 +323,7 @@ fn seen(pod: &Pod) -> PodSeen {
         |s: &ContainerStatus| s.state.as_ref().is_some_and(|s| s.running.is_some() || s.terminated.is_some());
     let containers = init.iter().chain(&apps).map(|s| {
         let running = s.state.as_ref().and_then(|s| s.running.as_ref()).and(s.container_id.clone());
-        (s.name.clone(), ContainerSeen { running })
+        (s.name.clone(), ContainerSeen { running, runs: runs(s) })
     });
     PodSeen {
         namespace: pod.namespace().unwrap_or_default(),
@@ -327,6 +332,26 @@ fn seen(pod: &Pod) -> PodSeen {
         init_done: apps.iter().any(started) && ordinary.all(|c| ended_well(&c.name)),
         containers: containers.collect(),
     }
+}
+
+/// The runs that a container's status tells of. The kubelet gives one that could not be created the state `terminated`,
+/// too, without a start or without an id.
+fn runs(status: &ContainerStatus) -> BTreeMap<String, Option<String>> {
+    let mut runs = BTreeMap::new();
+    let mut add = |id: Option<&String>, started: Option<&Time>| {
+        if let Some(id) = id.filter(|id| !id.is_empty()) {
+            runs.insert(id.clone(), started.map(|t| t.0.to_string()));
+        }
+    };
+    for state in status.last_state.iter().chain(&status.state) {
+        if let Some(running) = &state.running {
+            add(status.container_id.as_ref(), running.started_at.as_ref());
+        }
+        if let Some(ended) = state.terminated.as_ref().filter(|t| t.started_at.is_some()) {
+            add(ended.container_id.as_ref(), ended.started_at.as_ref());
+        }
+    }
+    runs
 }
 
 #[cfg(test)]
@@ -360,6 +385,40 @@ mod tests {
             ));
             assert_eq!(seen.init_done, want, "{case}");
             assert_eq!(seen.containers["s"].running.as_deref(), Some("c-1"));
+        }
+    }
+
+    #[test]
+    fn a_run_is_known_by_its_id_also_when_it_was_over_before_anybody_looked() {
+        let status = |value: serde_json::Value| -> ContainerStatus {
+            let mut status =
+                json!({"name": "c", "ready": false, "restartCount": 0, "image": "", "imageID": ""});
+            status.as_object_mut().unwrap().extend(value.as_object().unwrap().clone());
+            serde_json::from_value(status).unwrap()
+        };
+        let at = "2026-11-29T10:00:00Z";
+        let ended = |id: &str| json!({"terminated": {"exitCode": 0, "containerID": id, "startedAt": at, "finishedAt": at}});
+        let failed =
+            json!({"terminated": {"exitCode": 128, "reason": "ContainerCannotRun", "containerID": "c-0"}});
+        for (case, value, want) in [
+            ("waits", json!({"state": {"waiting": {}}}), vec![]),
+            ("runs", json!({"containerID": "c-1", "state": {"running": {"startedAt": at}}}), vec!["c-1"]),
+            ("was over at once", json!({"containerID": "c-1", "state": ended("c-1")}), vec!["c-1"]),
+            (
+                "was over at once and is tried again",
+                json!({"containerID": "c-1", "state": {"waiting": {}}, "lastState": ended("c-1")}),
+                vec!["c-1"],
+            ),
+            (
+                "runs again",
+                json!({"containerID": "c-2", "state": {"running": {"startedAt": at}}, "lastState": ended("c-1")}),
+                vec!["c-1", "c-2"],
+            ),
+            ("could not be created", json!({"containerID": "c-0", "state": failed}), vec![]),
+        ] {
+            let runs = runs(&status(value));
+            assert_eq!(runs.keys().collect::<Vec<_>>(), want, "{case}");
+            assert!(runs.values().all(|started| started.as_deref() == Some(at)), "{case}");
         }
     }
 }

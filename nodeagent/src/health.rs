@@ -20,10 +20,13 @@ use crate::error::Error;
 use crate::events::Announcer;
 use crate::nvml::{DriverHandle, SeenCard, Survey, Trouble, XidSeen};
 use crate::state::{Key, State};
-use crate::world::{Driver, Shared, World};
+use crate::world::{Driver, Refused, Shared, World};
 
 /// Looks with an error other than "lost" before a card counts as ill: one is a hiccup.
 const ERRORS_TO_FAIL: u32 = 2;
+
+/// XIDs that wait for their card to be known, at most.
+const EARLY_XIDS: usize = 64;
 
 /// Pause before the driver is asked a second time.
 const HICCUP: std::time::Duration = std::time::Duration::from_millis(500);
@@ -61,6 +64,9 @@ pub struct Known {
     pub present: bool,
     /// Its health.
     pub health: CardHealth,
+    /// The card that is in its place now; it comes back under no other name.
+    #[serde(default)]
+    pub replaced_by: Option<String>,
 }
 
 impl Known {
@@ -95,6 +101,10 @@ pub enum Sign {
     Error(&'static str, &'static str),
     /// The driver does not list it.
     Unlisted,
+    /// Another card is in its place.
+    Replaced(String),
+    /// It is in the place of a card that somebody still has: what was given of that one would reach this one.
+    Inherited(String),
     /// It reported an XID.
     Xid(u64),
 }
@@ -131,6 +141,11 @@ pub fn step(health: &mut CardHealth, sign: &Sign, settings: &HealthSettings, now
         }
         Sign::Lost(code) => Illness { xid: None, message: format!("the driver lost it ({code})") },
         Sign::Unlisted => Illness { xid: None, message: "the driver does not list it".to_owned() },
+        Sign::Replaced(by) => Illness { xid: None, message: format!("card {by} is in its place") },
+        Sign::Inherited(from) => {
+            let message = format!("it is in the place of card {from}, which is not released yet");
+            Illness { xid: None, message }
+        }
         Sign::Xid(xid) if settings.ignored_xids.contains(xid) => return None,
         Sign::Xid(xid) => {
             health.last_xid = Some(*xid);
@@ -150,6 +165,9 @@ pub fn step(health: &mut CardHealth, sign: &Sign, settings: &HealthSettings, now
 ///
 /// A card that the driver no longer lists stays, unhealthy, for as long as an allocation has it; so does one that
 /// cannot be told from others that are lost. Cards of an earlier driver or boot that nobody has are dropped.
+///
+/// One that was replaced never comes back, and what was given of it (device nodes, by number) now means its successor: its
+/// pods are to go, and the successor stays closed until they have.
 pub fn take_in(
     world: &mut World,
     survey: &Survey,
@@ -159,11 +177,18 @@ pub fn take_in(
     let mut cards = world.cards.take().unwrap_or_default();
     let mut turns = BTreeMap::new();
     let lost = survey.nameless.iter().find(|t| t.lost).or(survey.nameless.first());
+    let replaced = replaced(world, &cards, survey);
     for SeenCard { card, trouble, table } in &survey.cards {
         let known = cards.entry(card.uuid.clone()).or_default();
         known.card = card.clone();
         known.present = true;
-        let sign = trouble.as_ref().map_or(Sign::Good, sign);
+        known.replaced_by = None;
+        let from = replaced.iter().find(|(_, by)| **by == card.uuid).map(|(from, _)| from);
+        let sign = match (trouble, from) {
+            (Some(trouble), _) => sign(trouble),
+            (None, Some(from)) => Sign::Inherited(from.clone()),
+            (None, None) => Sign::Good,
+        };
         if let Some(turn) = step(&mut known.health, &sign, settings, now) {
             turns.insert(card.uuid.clone(), turn);
         }
@@ -176,24 +201,84 @@ pub fn take_in(
     for uuid in missing {
         let held = world.holds_card(&uuid);
         let Some(known) = cards.get_mut(&uuid) else { continue };
-        let sign = match lost {
-            Some(trouble) => sign(trouble),
-            None if held => Sign::Unlisted,
-            None => {
+        known.replaced_by = replaced.get(&uuid).cloned();
+        let sign = match (&known.replaced_by, lost) {
+            (Some(by), _) => Sign::Replaced(by.clone()),
+            (None, Some(trouble)) => sign(trouble),
+            (None, None) if held => Sign::Unlisted,
+            (None, None) => {
                 cards.remove(&uuid);
                 continue;
             }
         };
-        known.present = lost.is_some();
+        known.present = lost.is_some() && known.replaced_by.is_none();
         if let Some(turn) = step(&mut known.health, &sign, settings, now) {
             turns.insert(uuid, turn);
         }
     }
+    // Those that came before their card was known.
+    for XidSeen { card, xid } in std::mem::take(&mut world.early_xids) {
+        let Some(known) = cards.get_mut(&card) else {
+            warn!(card, xid, "XID of a card that the driver does not list");
+            continue;
+        };
+        if let Some(turn) = step(&mut known.health, &Sign::Xid(xid), settings, now) {
+            turns.insert(card, turn);
+        }
+    }
+    send_away(world, &replaced);
     let named: Vec<String> = cards.values().filter_map(|k| k.card.mig.as_ref()?.table.clone()).collect();
     world.mig_tables.retain(|hash, _| named.contains(hash));
     world.cards = Some(cards);
     world.driver = Driver::Ready { version: survey.driver_version.clone() };
     turns
+}
+
+/// Cards that somebody has and that are not listed, while another one is in their place: by uuid, with their successor.
+fn replaced(world: &World, cards: &BTreeMap<String, Known>, survey: &Survey) -> BTreeMap<String, String> {
+    let listed = |uuid: &str| survey.cards.iter().any(|s| s.card.uuid == uuid);
+    let missing = cards.values().filter(|k| !listed(&k.card.uuid) && world.holds_card(&k.card.uuid));
+    let pair = |k: &Known| {
+        let there = |c: &Card| c.pci_address == k.card.pci_address || c.minor == k.card.minor;
+        let by = survey.cards.iter().find(|s| !k.card.pci_address.is_empty() && there(&s.card))?;
+        Some((k.card.uuid.clone(), by.card.uuid.clone()))
+    };
+    missing.filter_map(pair).collect()
+}
+
+/// Nothing of an allocation of a replaced card can start again: its pod is to be placed anew.
+fn send_away(world: &mut World, replaced: &BTreeMap<String, String>) {
+    let mut refused = Vec::new();
+    for (uuid, by) in replaced {
+        let held = world.ledger.allocations_on(&world.node).filter(|a| !a.released && a.prepared);
+        for fact in
+            held.filter(|a| a.containers.iter().flat_map(|c| &c.devices).any(|d| d.uuid.as_str() == uuid))
+        {
+            let message = format!("card {uuid} was replaced by {by}: the pod is placed anew");
+            refused.push((fact.uid.clone(), Refused { code: "DeviceGone", message, void: false }));
+        }
+    }
+    for (uid, why) in refused {
+        world.refused.entry(uid).or_insert(why);
+    }
+}
+
+/// Takes in an XID; of a card that is not known it waits for the next look. Returns whether the card is changed, and how.
+pub fn hear(
+    world: &mut World,
+    seen: XidSeen,
+    settings: &HealthSettings,
+    now: Timestamp,
+) -> (bool, Option<Turn>) {
+    let Some(known) = world.cards.as_mut().and_then(|c| c.get_mut(&seen.card)) else {
+        if world.early_xids.len() < EARLY_XIDS {
+            world.early_xids.push(seen);
+        }
+        return (false, None);
+    };
+    let before = known.health.clone();
+    let turn = step(&mut known.health, &Sign::Xid(seen.xid), settings, now);
+    (before != known.health, turn)
 }
 
 fn sign(trouble: &Trouble) -> Sign {
@@ -254,9 +339,9 @@ impl Watcher {
                 let mut turns = BTreeMap::new();
                 let mut changed = false;
                 self.shared.change_if(|world| {
-                    let before = (world.cards.clone(), world.driver.clone());
+                    let before = (world.cards.clone(), world.driver.clone(), world.refused.len());
                     turns = take_in(world, &survey, &self.settings, now);
-                    changed = before != (world.cards.clone(), world.driver.clone());
+                    changed = before != (world.cards.clone(), world.driver.clone(), world.refused.len());
                     if changed {
                         world.refold_node();
                     }
@@ -302,17 +387,14 @@ impl Watcher {
 
     async fn xid(&self, seen: XidSeen) {
         let now = Timestamp::now();
-        let XidSeen { card, xid } = seen;
-        info!(card, xid, "XID");
+        info!(card = seen.card, xid = seen.xid, "XID");
         let mut turns = BTreeMap::new();
         let mut changed = false;
         self.shared.change_if(|world| {
-            let Some(known) = world.cards.as_mut().and_then(|c| c.get_mut(&card)) else { return false };
-            let before = known.health.clone();
-            if let Some(turn) = step(&mut known.health, &Sign::Xid(xid), &self.settings, now) {
-                turns.insert(card, turn);
-            }
-            changed = before != known.health;
+            let card = seen.card.clone();
+            let (moved, turn) = hear(world, seen, &self.settings, now);
+            turns.extend(turn.map(|turn| (card, turn)));
+            changed = moved;
             if changed {
                 world.refold_node();
             }
@@ -452,5 +534,90 @@ mod tests {
             take_in(&mut world, &survey(&["A", "B"], 0), &settings(), now);
         }
         assert_eq!(states(&world), [(owned("A"), true, true), (owned("B"), true, true)]);
+    }
+
+    /// A node with a card that a prepared allocation has.
+    fn node_with_a_pod_on(card: &str, uuids: &[&str]) -> World {
+        use mullion_crds::vgpuallocation::{ContainerAllocation, Device, VGPUAllocation, VGPUAllocationSpec};
+        let mut world = World { node: "n".into(), ..World::default() };
+        take_in(&mut world, &placed(uuids), &settings(), Timestamp::UNIX_EPOCH);
+        world.refold_node();
+        let device = Device { uuid: card.to_owned(), memory_mib: 1, ..Device::default() };
+        let container = ContainerAllocation {
+            name: "c".to_owned(),
+            devices: vec![device],
+            ..ContainerAllocation::default()
+        };
+        let spec = VGPUAllocationSpec {
+            node_name: "n".to_owned(),
+            containers: vec![container],
+            ..VGPUAllocationSpec::default()
+        };
+        let mut object = VGPUAllocation::new("a", spec);
+        object.metadata.uid = Some("uid".to_owned());
+        world.see_allocation(object);
+        world.mark(&"uid".into(), |fact| fact.prepared = true);
+        world
+    }
+
+    /// Cards in the places 0, 1, …
+    fn placed(uuids: &[&str]) -> Survey {
+        let mut survey = survey(uuids, 0);
+        for (place, seen) in (0_u32..).zip(&mut survey.cards) {
+            (seen.card.minor, seen.card.pci_address) = (place, format!("00000000:0{place}:00.0"));
+        }
+        survey
+    }
+
+    // Design section 4: the pod is evicted instead, and the card stays closed until all its allocations are released.
+    #[test]
+    fn the_pods_of_a_replaced_card_go_and_its_successor_is_closed_until_they_have() {
+        let now = Timestamp::UNIX_EPOCH;
+        let mut world = node_with_a_pod_on("A", &["A", "B"]);
+        take_in(&mut world, &placed(&["C", "B"]), &settings(), now);
+        let fault = |world: &World, uuid: &str| world.cards.as_ref().unwrap()[uuid].fault();
+        assert_eq!(fault(&world, "A").unwrap(), "card C is in its place");
+        assert!(fault(&world, "C").unwrap().contains("place of card A"));
+        assert_eq!(fault(&world, "B"), None);
+        let refused = &world.refused[&"uid".into()];
+        assert_eq!((refused.code, refused.void), ("DeviceGone", false));
+        world.refold_node();
+        assert!(world.card_views().unwrap()[&"A".into()].replaced_by.is_some());
+        for _ in 0..5 {
+            take_in(&mut world, &placed(&["C", "B"]), &settings(), now);
+        }
+        assert!(fault(&world, "C").is_some(), "for as long as it takes");
+        world.mark(&"uid".into(), |fact| fact.released = true);
+        for _ in 0..settings().recovery_checks {
+            assert!(fault(&world, "C").is_some());
+            take_in(&mut world, &placed(&["C", "B"]), &settings(), now);
+        }
+        assert_eq!(states(&world), [("B".to_owned(), true, true), ("C".to_owned(), true, true)]);
+    }
+
+    #[test]
+    fn a_card_that_is_only_away_keeps_its_pods() {
+        let mut world = node_with_a_pod_on("A", &["A", "B"]);
+        let mut away = placed(&["A", "B"]);
+        away.cards.remove(0);
+        take_in(&mut world, &away, &settings(), Timestamp::UNIX_EPOCH);
+        assert!(world.refused.is_empty());
+        assert_eq!(world.cards.as_ref().unwrap()["A"].fault().unwrap(), "the driver does not list it");
+    }
+
+    #[test]
+    fn an_xid_before_the_first_look_counts_with_it() {
+        let now = Timestamp::UNIX_EPOCH;
+        let mut world = World { node: "n".into(), ..World::default() };
+        let xid = |card: &str| XidSeen { card: card.to_owned(), xid: 79 };
+        for card in ["A", "stranger"] {
+            assert_eq!(hear(&mut world, xid(card), &settings(), now), (false, None));
+        }
+        let turns = take_in(&mut world, &survey(&["A", "B"], 0), &settings(), now);
+        assert_eq!(turns.keys().collect::<Vec<_>>(), ["A"]);
+        assert_eq!(world.cards.as_ref().unwrap()["A"].health.last_xid, Some(79));
+        assert!(world.early_xids.is_empty());
+        let (changed, turn) = hear(&mut world, xid("B"), &settings(), now);
+        assert!(changed && matches!(turn, Some(Turn::Failed(_))));
     }
 }

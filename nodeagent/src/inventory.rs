@@ -387,6 +387,7 @@ mod tests {
             },
             present: true,
             health: CardHealth::default(),
+            replaced_by: None,
         };
         let mut world = World {
             node: "n".into(),

@@ -17,6 +17,7 @@ use crate::device_plugin::slots::Offer;
 use crate::health::Known;
 use crate::inventory;
 use crate::monitor::engine::Verdict;
+use crate::nvml::XidSeen;
 use crate::prepare::CardView;
 use crate::prepare::driver_files::CardName;
 use crate::state::Grant;
@@ -46,6 +47,8 @@ pub enum Driver {
 pub struct ContainerSeen {
     /// Runtime's id of the running container.
     pub running: Option<String>,
+    /// Runs that the kubelet tells of, the last one that ended included: the runtime's id and when it started, in RFC 3339.
+    pub runs: BTreeMap<String, Option<String>>,
 }
 
 /// A pod of this node, trimmed to what the agent needs.
@@ -106,6 +109,8 @@ pub struct World {
     pub ledger: Ledger,
     /// Cards that the driver told, now or before in this boot. `None` until then.
     pub cards: Option<BTreeMap<String, Known>>,
+    /// XIDs of cards that were not known when they came.
+    pub early_xids: Vec<XidSeen>,
     /// MIG tables by hash.
     pub mig_tables: BTreeMap<String, mullion_crds::gpunode::MigTable>,
     /// The driver.
@@ -224,6 +229,7 @@ impl World {
                 name: CardName { uuid: card.uuid.clone(), index: card.index, minor: card.minor },
                 mode: modes.get(card.uuid.as_str()).copied().unwrap_or_default(),
                 present: known.present,
+                replaced_by: known.replaced_by.clone(),
                 fault: down.clone().or_else(|| known.fault()),
                 memory_scaling: scaling(card),
             }

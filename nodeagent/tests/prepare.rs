@@ -37,7 +37,7 @@ struct Node {
 fn known(index: u32) -> (String, Known) {
     let uuid = format!("GPU-{index}");
     let card = Card { uuid: uuid.clone(), index, minor: index, memory_mib: 81_920, ..Card::default() };
-    (uuid, Known { card, present: true, health: CardHealth::default() })
+    (uuid, Known { card, present: true, health: CardHealth::default(), ..Known::default() })
 }
 
 fn world() -> World {
@@ -341,6 +341,95 @@ async fn after_a_restart_the_same_answer_comes_without_api_server_and_driver() {
     let node = Node::start(node.root, node.settings, Shared::new(world)).await;
     node.prepare(&["slot-0000"]).await.unwrap();
     assert_eq!(node.spec(&grant_name("pod-1", "main")), spec);
+}
+
+/// The kubelet may give a call up at any moment. What is on disk then has an owner, whose end removes it.
+#[tokio::test]
+async fn a_call_that_is_given_up_leaves_no_spec_without_an_owner() {
+    let node = Node::new(true).await;
+    let mut owners = Vec::new();
+    let (mut given_up, mut done) = (0, 0);
+    let few = 1..=20_u32;
+    let many = (5..40).map(|step| step * step * 3);
+    for polls in few.chain(many).chain([u32::MAX]) {
+        let (pod, slot) = (format!("pod-{polls}"), format!("slot-{:04}", polls % 10_000));
+        owners.extend(node.pod(&pod, &[("main", Kind::App, &[slot.as_str()])], true));
+        node.checkpoint(&owners);
+        {
+            let call = node.preparer.prepare([slot].into());
+            tokio::pin!(call);
+            let mut over = false;
+            for _ in 0..polls {
+                if futures::poll!(&mut call).is_ready() {
+                    over = true;
+                    break;
+                }
+                tokio::task::yield_now().await;
+                std::thread::sleep(Duration::from_micros(5));
+            }
+            if over { done += 1 } else { given_up += 1 }
+        }
+        for entry in std::fs::read_dir(&node.settings.cdi_dir).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let grant = name.trim_start_matches("mullion.io-grant-").trim_end_matches(".json").to_owned();
+            assert!(node.shared.read(|w| w.grants.contains_key(&grant)), "{name} after {polls} polls");
+            let kept = node.state.grants().await.unwrap();
+            assert!(kept.iter().any(|g| g.grant == grant), "{name} after {polls} polls");
+        }
+        // The next one finds an empty card.
+        let uid = format!("uid-of-{pod}");
+        node.shared.change(|w| w.mark(&uid.as_str().into(), |f| f.released = true));
+    }
+    assert!(given_up > 0 && done > 0, "{given_up} given up, {done} done");
+}
+
+/// With the library on the node a container gets exactly that file, whatever comes later.
+#[tokio::test]
+async fn a_container_gets_the_library_of_its_time() {
+    let mut node = Node::new(true).await;
+    node.settings.enforcement = Enforcement::Required;
+    node.state.close().await;
+    node.audit.close().await;
+    let node = Node::start(node.root, node.settings, node.shared).await;
+    let owners = node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true);
+    node.checkpoint(&owners);
+    assert_eq!(node.prepare(&["slot-0000"]).await, Err("HookMissing"));
+    std::fs::write(&node.settings.hook_library, "no library").unwrap();
+    assert_eq!(node.prepare(&["slot-0000"]).await, Err("HookInvalid"));
+    // A small shared library of this machine, whichever it is: the loader's own maps show one.
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let libc =
+        maps.split_whitespace().find(|word| word.contains("/libc.so") || word.contains("/libc-")).unwrap();
+    std::fs::copy(libc, &node.settings.hook_library).unwrap();
+    node.prepare(&["slot-0000"]).await.unwrap();
+    let mounts = |spec: &Value| {
+        let mounts = spec["devices"][0]["containerEdits"]["mounts"].as_array().unwrap().clone();
+        let pair = |m: &Value| {
+            let text = |key: &str| m[key].as_str().unwrap().to_owned();
+            (text("containerPath"), text("hostPath"))
+        };
+        mounts.iter().map(pair).collect::<BTreeMap<_, _>>()
+    };
+    let first = mounts(&node.spec(&grant_name("pod-1", "main")));
+    let library = &first["/usr/local/vgpu/libvgpu.so"];
+    let place = node.settings.libraries_dir().display().to_string();
+    assert!(library.starts_with(&place) && library.ends_with("/libvgpu.so"), "{library}");
+    assert_eq!(std::fs::read(library).unwrap(), std::fs::read(libc).unwrap());
+    let preload = std::fs::read_to_string(&first["/etc/ld.so.preload"]).unwrap();
+    assert_eq!(preload, "/usr/local/vgpu/libvgpu.so\n");
+
+    // An update: the container that restarts has what it had, the next one what is new.
+    let mut newer = std::fs::read(libc).unwrap();
+    newer.push(0);
+    std::fs::write(&node.settings.hook_library, newer).unwrap();
+    let mut owners = owners;
+    owners.extend(node.pod("pod-2", &[("main", Kind::App, &["slot-0001"])], true));
+    node.checkpoint(&owners);
+    node.prepare(&["slot-0000"]).await.unwrap();
+    node.prepare(&["slot-0001"]).await.unwrap();
+    assert_eq!(mounts(&node.spec(&grant_name("pod-1", "main"))), first);
+    let second = mounts(&node.spec(&grant_name("pod-2", "main")));
+    assert_ne!(&second["/usr/local/vgpu/libvgpu.so"], library);
 }
 
 /// A grant's content never changes within a boot: with another card behind the name, the container does not start.

@@ -8,12 +8,13 @@
     reason = "a test that cannot be set up has failed"
 )]
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
+use mullion_audit::{Entry, Event as AuditEvent};
 use mullion_nodeagent::device_plugin::server::{Prepare, Service, options};
 use mullion_nodeagent::device_plugin::{KUBELET_SOCKET, SOCKET, run, slots};
 use mullion_nodeagent::kubelet::deviceplugin::device_plugin_client::DevicePluginClient;
@@ -143,6 +144,7 @@ struct Node {
     slots: watch::Sender<Arc<Vec<String>>>,
     registered: watch::Receiver<bool>,
     plugin: Option<Runtime>,
+    facts: (mpsc::UnboundedSender<Entry>, mpsc::UnboundedReceiver<Entry>),
 }
 
 impl Node {
@@ -150,7 +152,8 @@ impl Node {
         let (to_kubelet, seen) = mpsc::unbounded_channel();
         let (slots, _) = watch::channel(Arc::new(vec![slots::name(0), slots::name(1)]));
         let (_, registered) = watch::channel(false);
-        Self { folder: tempfile::tempdir().unwrap(), to_kubelet, seen, slots, registered, plugin: None }
+        let (folder, facts) = (tempfile::tempdir().unwrap(), mpsc::unbounded_channel());
+        Self { folder, to_kubelet, seen, slots, registered, plugin: None, facts }
     }
 
     fn dir(&self) -> &Path {
@@ -162,7 +165,8 @@ impl Node {
             async move { if ids.contains(&slots::name(0)) { Ok(()) } else { Err(Refusal::DriverNotReady) } }
                 .boxed()
         });
-        let service = Service::new(self.slots.subscribe(), prepare, Arc::new(Metrics::default()));
+        let service =
+            Service::new(self.slots.subscribe(), prepare, Arc::new(Metrics::default()), self.facts.0.clone());
         let (sender, registered) = watch::channel(false);
         self.registered = registered;
         let dir = self.dir().to_owned();
@@ -291,9 +295,19 @@ async fn allocate_names_a_fresh_grant_per_container_and_nothing_else() {
         }
     }
     assert_eq!(names.len(), 4, "a name is never used twice");
+    let mut issued = BTreeMap::new();
+    while let Ok(entry) = node.facts.1.try_recv() {
+        let AuditEvent::GrantIssued { grant, device_ids } = entry.event else { panic!("{entry:?}") };
+        issued.insert(grant, device_ids);
+    }
+    assert_eq!(issued.keys().collect::<Vec<_>>(), names.iter().collect::<Vec<_>>());
+    let sets: BTreeSet<Vec<String>> = issued.into_values().collect();
+    assert_eq!(sets, [vec![slots::name(0)], vec![slots::name(0), slots::name(1)]].into());
     // BL-09: what is wrong is an error, not a device name.
     let foreign = ContainerAllocateRequest { devices_ids: vec!["GPU-1-0".to_owned()] };
-    let error = client.allocate(AllocateRequest { container_requests: vec![foreign] }).await.unwrap_err();
+    let wrong = AllocateRequest { container_requests: vec![container(&[0]), foreign] };
+    let error = client.allocate(wrong).await.unwrap_err();
+    assert!(node.facts.1.try_recv().is_err(), "what was not answered is not written down");
     assert_eq!(error.code(), Code::InvalidArgument);
     assert!(error.message().contains("GPU-1-0"));
     // DP-04: no preference among slots that belong to no card.

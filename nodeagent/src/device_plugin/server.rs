@@ -7,8 +7,9 @@ use std::time::Instant;
 
 use futures::future::BoxFuture;
 use futures::{Stream, StreamExt};
+use mullion_audit::{Entry, Event as AuditEvent};
 use mullion_crds::names::GRANT_KIND;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::WatchStream;
 use tonic::{Request, Response, Status};
 use tracing::{info, warn};
@@ -41,6 +42,7 @@ pub struct Service {
     streams: Arc<watch::Sender<usize>>,
     prepare: Prepare,
     metrics: Arc<Metrics>,
+    facts: mpsc::UnboundedSender<Entry>,
 }
 
 impl std::fmt::Debug for Service {
@@ -50,10 +52,15 @@ impl std::fmt::Debug for Service {
 }
 
 impl Service {
-    /// A service that offers whatever `slots` holds.
+    /// A service that offers whatever `slots` holds and tells `facts` for the audit log.
     #[must_use]
-    pub fn new(slots: watch::Receiver<Arc<Vec<String>>>, prepare: Prepare, metrics: Arc<Metrics>) -> Self {
-        Self { slots, streams: Arc::new(watch::Sender::new(0)), prepare, metrics }
+    pub fn new(
+        slots: watch::Receiver<Arc<Vec<String>>>,
+        prepare: Prepare,
+        metrics: Arc<Metrics>,
+        facts: mpsc::UnboundedSender<Entry>,
+    ) -> Self {
+        Self { slots, streams: Arc::new(watch::Sender::new(0)), prepare, metrics, facts }
     }
 
     /// The number of open `ListAndWatch` streams.
@@ -117,15 +124,22 @@ impl DevicePlugin for Service {
         request: Request<AllocateRequest>,
     ) -> Result<Response<AllocateResponse>, Status> {
         let mut container_responses = Vec::new();
-        for container in request.into_inner().container_requests {
-            if let Some(id) = container.devices_ids.iter().find(|id| !slots::is_name(id)) {
-                let text = format!("{id:?} is no slot of this plugin: slots are slot-0000 to slot-9999");
-                return Err(Status::invalid_argument(text));
-            }
+        let containers = request.into_inner().container_requests;
+        if let Some(id) = containers.iter().flat_map(|c| &c.devices_ids).find(|id| !slots::is_name(id)) {
+            let text = format!("{id:?} is no slot of this plugin: slots are slot-0000 to slot-9999");
+            return Err(Status::invalid_argument(text));
+        }
+        for container in containers {
             let mut bytes = [0; 8];
             getrandom::fill(&mut bytes)
                 .map_err(|e| Status::internal(format!("no random bytes for a grant's name: {e}")))?;
-            let cdi_devices = vec![CdiDevice { name: format!("{GRANT_KIND}={}", hex::encode(bytes)) }];
+            let grant = hex::encode(bytes);
+            let cdi_devices = vec![CdiDevice { name: format!("{GRANT_KIND}={grant}") }];
+            // Not waited for: an error here would fail the pod for good, and an answer gives nothing yet. Without a log
+            // PreStartContainer refuses.
+            let mut device_ids = container.devices_ids;
+            device_ids.sort_unstable();
+            let _ = self.facts.send(AuditEvent::GrantIssued { grant, device_ids }.into());
             container_responses.push(ContainerAllocateResponse { cdi_devices, ..Default::default() });
         }
         Ok(Response::new(AllocateResponse { container_responses }))

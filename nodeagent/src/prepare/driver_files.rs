@@ -120,12 +120,21 @@ fn minors(device: &Device) -> BTreeSet<u32> {
 /// What a file looked like when it was read.
 type Stamp = Vec<(PathBuf, Option<SystemTime>, u64)>;
 
+/// What was found when the files looked like that.
+#[derive(Debug, Default)]
+struct Looked {
+    stamp: Stamp,
+    specs: Arc<Vec<DriverSpec>>,
+    /// Files that say nothing, each with its reason.
+    unread: Arc<Vec<String>>,
+}
+
 /// Finds NVIDIA's spec on the node and keeps it until its files change.
 #[derive(Debug)]
 pub struct Finder {
     dirs: Vec<PathBuf>,
     generated: PathBuf,
-    cache: Mutex<(Stamp, Arc<Vec<DriverSpec>>)>,
+    cache: Mutex<Looked>,
     generate: tokio::sync::Mutex<Option<std::time::Instant>>,
 }
 
@@ -141,11 +150,39 @@ impl Finder {
     pub fn look(&self) -> Arc<Vec<DriverSpec>> {
         let stamp = self.stamp();
         let mut cache = self.cache.lock();
-        if cache.0 != stamp {
-            let specs = stamp.iter().filter_map(|(file, ..)| read(file)).collect();
-            *cache = (stamp, Arc::new(specs));
+        if cache.stamp != stamp {
+            let mut specs = Vec::new();
+            let mut unread = Vec::new();
+            for (file, ..) in &stamp {
+                match read(file) {
+                    Ok(spec) => specs.extend(spec),
+                    Err(problem) => {
+                        warn!(?file, problem, "CDI spec not read");
+                        unread.push(format!("{}: {problem}", file.display()));
+                    }
+                }
+            }
+            *cache = Looked { stamp, specs: Arc::new(specs), unread: Arc::new(unread) };
         }
-        Arc::clone(&cache.1)
+        Arc::clone(&cache.specs)
+    }
+
+    /// The files that could be a spec and cannot be read, each with its reason, as of the last look.
+    #[must_use]
+    pub fn unread(&self) -> Arc<Vec<String>> {
+        Arc::clone(&self.cache.lock().unread)
+    }
+
+    /// Where nothing was found, and what may be in the way of it.
+    #[must_use]
+    pub fn missing(&self) -> String {
+        let dirs: Vec<_> = self.dirs.iter().map(|d| d.display().to_string()).collect();
+        let unread = self.unread();
+        if unread.is_empty() {
+            format!("in {}, and no nvidia-ctk to make one", dirs.join(", "))
+        } else {
+            format!("in {} that can be read ({})", dirs.join(", "), unread.join("; "))
+        }
     }
 
     /// As [`Self::look`], but asks `nvidia-ctk` for a spec where there is none.
@@ -202,9 +239,11 @@ impl Finder {
     }
 }
 
-fn read(file: &Path) -> Option<DriverSpec> {
-    let text = read_text(file).inspect_err(|error| warn!(?file, %error, "CDI spec not read")).ok()?;
-    parse(file, &text).inspect_err(|problem| warn!(?file, problem, "CDI spec not understood")).ok().flatten()
+/// `None` for a spec of another kind.
+fn read(file: &Path) -> Result<Option<DriverSpec>, String> {
+    let text = read_text(file).map_err(|e| e.to_string())?;
+    // What a parser says may go over many lines, with a picture.
+    parse(file, &text).map_err(|problem| problem.lines().next().unwrap_or_default().trim().to_owned())
 }
 
 fn read_text(file: &Path) -> std::io::Result<String> {
@@ -217,6 +256,7 @@ fn read_text(file: &Path) -> std::io::Result<String> {
 }
 
 #[cfg(test)]
+#[expect(clippy::panic, reason = "says what was found instead")]
 mod tests {
     use super::*;
 
@@ -310,6 +350,26 @@ mod tests {
         assert_eq!(edits_for(&finder.look(), &[card(0, 0)]).unwrap().0, "0.6.0");
         std::fs::remove_file(late.path().join("b.yaml")).unwrap();
         assert_eq!(edits_for(&finder.look(), &[card(0, 0)]).unwrap().0, "0.5.0");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_is_named_with_the_reason() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let finder = Finder::new(vec![dir.path().into()], at("none"));
+        assert!(finder.look().is_empty() && finder.unread().is_empty());
+        assert!(finder.missing().ends_with("and no nvidia-ctk to make one"), "{}", finder.missing());
+        std::fs::write(at("nvidia.yaml"), "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ndevices: [").unwrap();
+        std::fs::write(at("other.json"), r#"{"cdiVersion":"0.5.0","kind":"example.com/nic","devices":[]}"#)
+            .unwrap();
+        assert!(finder.look().is_empty());
+        let unread = finder.unread();
+        let [problem] = unread.as_slice() else { panic!("{unread:?}") };
+        assert!(problem.starts_with(&format!("{}: ", at("nvidia.yaml").display())), "{problem}");
+        assert!(problem.contains("line") && !problem.contains('\n'), "{problem}");
+        assert!(finder.missing().contains(problem), "{}", finder.missing());
+        std::fs::write(at("nvidia.yaml"), generated(["0", "1"])).unwrap();
+        assert_eq!((finder.look().len(), finder.unread().len()), (1, 0));
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub struct CardView {
     pub mode: CardMode,
     /// The driver lists it.
     pub present: bool,
+    /// The card that is in its place now.
+    pub replaced_by: Option<String>,
     /// What is wrong with it; `None` for a healthy card.
     pub fault: Option<String>,
     /// Memory that may be granted in percent of what the card has.
@@ -36,6 +38,8 @@ pub struct Question<'a> {
     pub node: &'a NodeName,
     /// The pod whose container is to start.
     pub pod: &'a PodUid,
+    /// Its namespace and name, where the watch has brought them: the kubelet tells the uid alone.
+    pub pod_name: Option<(&'a str, &'a str)>,
     /// The container.
     pub container: &'a str,
     /// Number of device ids that the kubelet gave it.
@@ -107,7 +111,7 @@ pub enum Refusal {
         "pod {pod} has no VGPUAllocation after {seconds} s: it did not come through mullion-scheduler (was \
          spec.nodeName set by hand?); delete it and create it without nodeName"
     )]
-    NoAllocation { pod: PodUid, seconds: u64 },
+    NoAllocation { pod: String, seconds: u64 },
     #[error("the VGPUAllocation {name} is for node {other}, this is {node}")]
     OtherNode { name: String, other: NodeName, node: NodeName },
     #[error(
@@ -145,10 +149,9 @@ pub enum Refusal {
     #[error(transparent)]
     Hook(Unusable),
     #[error(
-        "no CDI spec of kind nvidia.com/gpu in {dirs}, and no nvidia-ctk to make one: run `nvidia-ctk cdi generate \
-         --output /etc/cdi/nvidia.yaml`"
+        "no CDI spec of kind nvidia.com/gpu {missing}: run `nvidia-ctk cdi generate --output /etc/cdi/nvidia.yaml`"
     )]
-    CdiSpecMissing { dirs: String },
+    CdiSpecMissing { missing: String },
     #[error("the card's driver files are not known")]
     CdiDeviceMissing { source: NoDevice },
     #[error(
@@ -230,7 +233,13 @@ impl Refusal {
 /// # Errors
 /// The first [`Refusal`] that applies.
 pub fn decide(question: &Question<'_>, waited: u64) -> Result<Given, Refusal> {
-    let none = || Refusal::NoAllocation { pod: question.pod.clone(), seconds: waited };
+    let none = || {
+        let pod = match question.pod_name {
+            Some((namespace, name)) => format!("{namespace}/{name}"),
+            None => format!("with uid {}", question.pod),
+        };
+        Refusal::NoAllocation { pod, seconds: waited }
+    };
     let allocation = question.allocation.ok_or_else(none)?;
     let standing = question.standing.ok_or_else(none)?;
     let name = || allocation.name.clone();
@@ -287,7 +296,8 @@ fn cards(
     let one = |device: &mullion_core::facts::DeviceGrant| {
         let uuid = &device.uuid;
         let card = known.get(uuid).ok_or_else(|| gone(uuid))?;
-        if !card.present && !allocation.prepared {
+        // One that is only away may come back while its pod waits.
+        if card.replaced_by.is_some() || !card.present && !allocation.prepared {
             return Err(gone(uuid));
         }
         let fault =

@@ -199,10 +199,8 @@ impl Library {
 
 fn stamp(meta: &fs::Metadata) -> Stamp {
     let nanoseconds = |s: i64, ns: i64| s.saturating_mul(1_000_000_000).saturating_add(ns);
-    let (content, inode) = (
-        nanoseconds(meta.mtime(), meta.mtime_nsec()),
-        nanoseconds(meta.ctime(), meta.ctime_nsec()),
-    );
+    let (content, inode) =
+        (nanoseconds(meta.mtime(), meta.mtime_nsec()), nanoseconds(meta.ctime(), meta.ctime_nsec()));
     (meta.dev(), meta.ino(), meta.len(), content, inode)
 }
 

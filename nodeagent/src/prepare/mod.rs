@@ -28,8 +28,8 @@ use crate::error::Error;
 use crate::state::{Grant, State};
 use crate::world::{Driver, Refused, Shared};
 use driver_files::{DriverSpec, Finder};
-use library::Library;
 pub use grant::{CardView, Given, Question, Refusal, decide};
+use library::Library;
 
 /// Where the container finds its control page.
 pub const PAGE_IN_CONTAINER: &str = "/usr/local/vgpu/control.page";
@@ -158,10 +158,12 @@ impl Preparer {
                 None => (None, None),
             };
             let again = world.grants.contains_key(grant);
+            let pod = world.pods.as_ref().and_then(|pods| pods.get(&owner.pod));
             let cards = world.card_views();
             let question = Question {
                 node: &world.node,
                 pod: &owner.pod,
+                pod_name: pod.map(|p| (p.namespace.as_str(), p.name.as_str())),
                 container: &owner.container,
                 ids: owner.ids.len(),
                 allocation,
@@ -182,7 +184,6 @@ impl Preparer {
         };
         let spec = self.spec(&given, grant, &specs, library.ok().as_deref())?;
         self.log(&given, grant, owner).await?;
-        self.write(&given, grant, &spec)?;
         let record = Grant {
             grant: grant.clone(),
             allocation: given.allocation.0.clone(),
@@ -192,10 +193,16 @@ impl Preparer {
             enforced: given.enforced,
         };
         self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
-        self.shared.change(|world| {
-            world.refused.remove(&given.allocation);
-            world.grants.insert(grant.clone(), record);
-        });
+        // The kubelet may give the call up wherever it waits, so from here on nothing does: a spec on disk always has an
+        // owner, whose release removes it.
+        let before = self.shared.change(|world| world.grants.insert(grant.clone(), record));
+        if let Err(refusal) = self.write(&given, grant, &spec) {
+            if before.is_none() {
+                self.shared.change(|world| world.grants.remove(grant));
+            }
+            return Err(refusal);
+        }
+        self.shared.change(|world| world.refused.remove(&given.allocation));
         let cards: Vec<&str> = given.devices.iter().map(|d| d.card.uuid.as_str()).collect();
         info!(namespace = given.pod.namespace, pod = given.pod.name, grant, ?cards, again, "prepared");
         Ok(())
@@ -224,8 +231,7 @@ impl Preparer {
         library: Option<&Path>,
     ) -> Result<cdi::Spec, Refusal> {
         if specs.is_empty() {
-            let dirs = self.settings.driver_cdi_dirs.iter().map(|d| d.display().to_string());
-            return Err(Refusal::CdiSpecMissing { dirs: dirs.collect::<Vec<_>>().join(", ") });
+            return Err(Refusal::CdiSpecMissing { missing: self.finder.missing() });
         }
         let cards: Vec<_> = given.devices.iter().map(|d| d.card.clone()).collect();
         let (version, mut edits) =
@@ -313,7 +319,14 @@ impl Preparer {
     async fn note(&self, owner: &Owner, refusal: &Refusal) {
         let message = mullion_telemetry::source_chain(refusal);
         let mut allocation = None;
+        let mut pod = None;
         self.shared.change_if(|world| {
+            let seen = world.pods.as_ref().and_then(|pods| pods.get(&owner.pod));
+            pod = seen.map(|p| PodRef {
+                namespace: p.namespace.clone(),
+                name: p.name.clone(),
+                uid: owner.pod.0.clone(),
+            });
             let found = world.allocation_of(&owner.pod).map(|(fact, _)| fact.clone());
             let changed = found.as_ref().is_some_and(|fact| {
                 let void = matches!(refusal, Refusal::Void { .. });
@@ -328,7 +341,7 @@ impl Preparer {
         });
         let event = AuditEvent::PrepareRefused {
             allocation: allocation.as_ref().map(allocation_ref),
-            pod: allocation.as_ref().map(|a| pod_ref(&a.pod)),
+            pod: allocation.as_ref().map(|a| pod_ref(&a.pod)).or(pod),
             container: Some(owner.container.clone()),
             device_ids: owner.ids.iter().cloned().collect(),
             code: refusal.code().to_owned(),

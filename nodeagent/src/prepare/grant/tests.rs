@@ -35,6 +35,7 @@ fn view(index: u32) -> CardView {
         name: CardName { uuid: format!("GPU-{index}"), index, minor: index },
         mode: CardMode::Shared,
         present: true,
+        replaced_by: None,
         fault: None,
         memory_scaling: 100,
     }
@@ -51,6 +52,7 @@ struct Case {
     container: &'static str,
     ids: usize,
     unusable: Option<Unusable>,
+    pod_name: Option<(&'static str, &'static str)>,
     enforcement: Enforcement,
 }
 
@@ -63,6 +65,7 @@ impl Default for Case {
             container: "main",
             ids: 1,
             unusable: None,
+            pod_name: None,
             enforcement: Enforcement::Required,
         }
     }
@@ -83,6 +86,7 @@ impl Case {
         let question = Question {
             node: &"node-a".into(),
             pod: &"p-1".into(),
+            pod_name: self.pod_name,
             container: self.container,
             ids: self.ids,
             allocation: self.allocation.as_ref(),
@@ -117,6 +121,22 @@ fn every_way_in_which_a_container_may_not_start() {
             Case { allocation: None, ..Case::default() },
             "NoAllocation",
             "nodeName",
+            true,
+            false,
+        ),
+        (
+            "placed by hand, seen by the watch",
+            Case { allocation: None, pod_name: Some(("team", "pod")), ..Case::default() },
+            "NoAllocation",
+            "pod team/pod has",
+            true,
+            false,
+        ),
+        (
+            "not known",
+            Case { allocation: None, ..Case::default() },
+            "NoAllocation",
+            "with uid p-1 has",
             true,
             false,
         ),
@@ -195,6 +215,16 @@ fn every_way_in_which_a_container_may_not_start() {
             false,
         ),
         (
+            "card replaced under a pod that ran",
+            Case::default().fact(|a| a.prepared = true).card("GPU-0", |c| {
+                (c.present, c.replaced_by) = (false, Some("GPU-9".to_owned()));
+            }),
+            "DeviceGone",
+            "GPU-0",
+            false,
+            true,
+        ),
+        (
             "card ill",
             Case::default().card("GPU-0", |c| c.fault = Some("XID 79".to_owned())),
             "CardUnhealthy",
@@ -210,7 +240,14 @@ fn every_way_in_which_a_container_may_not_start() {
             true,
             false,
         ),
-        ("no library", Case { unusable: Some(missing()), ..Case::default() }, "HookMissing", "libvgpu.so", true, false),
+        (
+            "no library",
+            Case { unusable: Some(missing()), ..Case::default() },
+            "HookMissing",
+            "libvgpu.so",
+            true,
+            false,
+        ),
         (
             "big init again",
             Case { container: "big", ..Case::default() }.fact(|a| a.init_done = true),
