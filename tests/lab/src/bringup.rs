@@ -19,7 +19,7 @@ pub fn run(lab: &std::sync::Arc<Lab>) -> Result<()> {
     let archive = layout::run("nodes/images.tar");
     thread::scope(|scope| {
         let nodes = scope.spawn(|| {
-            images::write(&lab.children, &plan.parts, &archive)?;
+            images::write(&lab.children, plan, &archive)?;
             for_each(&plan.nodes, |node| node::runtime(lab, node, &archive))?;
             lab.say("runtimes are up and have their images");
             anyhow::Ok(())

@@ -10,6 +10,8 @@ use anyhow::{Context, Result};
 
 use crate::archive::{self, Entry, Image, Kind};
 use crate::children::Children;
+use crate::fakes::CUDA_BUILT;
+use crate::layout::Plan;
 
 /// Programs of the `lab.local/glibc:1` image.
 const PROGRAMS: &[&str] = &[
@@ -29,8 +31,10 @@ const LIBRARIES: &[&str] = &[
 ];
 
 /// Writes the archive of all images to `to`.
-pub fn write(children: &Children, parts: &Path, to: &Path) -> Result<()> {
-    let images = [pause(parts)?, busybox(children)?, glibc(children)?];
+pub fn write(children: &Children, plan: &Plan, to: &Path) -> Result<()> {
+    let mut glibc = glibc(children)?;
+    glibc.entries.extend(probes(children, plan, to.parent().unwrap_or(to))?);
+    let images = [pause(&plan.parts)?, busybox(children)?, glibc];
     let file = fs::File::create(to).with_context(|| format!("cannot write {}", to.display()))?;
     archive::write(&images, BufWriter::new(file))
 }
@@ -98,6 +102,29 @@ fn glibc(children: &Children) -> Result<Image> {
         entries.push(file(&inside.to_string_lossy(), Path::new(path), 0o755)?);
     }
     Ok(Image { name: "lab.local/glibc:1".into(), command: vec!["/bin/sh".into()], entries })
+}
+
+/// The test program of the CUDA driver API, built here in a moment: as `vgpu-probe`, which loads the driver itself, and
+/// as `vgpu-probe-linked`, which the loader gives it, where there is a driver to link to.
+fn probes(children: &Children, plan: &Plan, scratch: &Path) -> Result<Vec<Entry>> {
+    let source = plan.source.join("tests/lab/images/vgpu-probe.c");
+    let driver = plan.bin.join(CUDA_BUILT);
+    let mut entries = Vec::new();
+    for name in ["vgpu-probe", "vgpu-probe-linked"] {
+        let linked = name.ends_with("linked");
+        if linked && !driver.exists() {
+            continue;
+        }
+        let program = scratch.join(name);
+        let mut gcc = Command::new("gcc");
+        gcc.args(["-std=c11", "-O2", "-s", "-o"]).arg(&program).arg(&source);
+        if linked {
+            gcc.arg("-DLINKED").arg(&driver);
+        }
+        children.run(gcc.arg("-ldl")).with_context(|| format!("cannot build {name}"))?;
+        entries.push(file(&format!("usr/local/bin/{name}"), &program, 0o755)?);
+    }
+    Ok(entries)
 }
 
 /// Folders and accounts that programs expect in any root.

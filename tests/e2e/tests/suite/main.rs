@@ -8,6 +8,7 @@ mod demo;
 mod health;
 mod identity;
 mod kinds;
+mod limits;
 mod outage;
 mod release;
 mod scheduling;
