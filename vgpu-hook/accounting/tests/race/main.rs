@@ -79,7 +79,7 @@ fn threads_race_for_the_last_room() {
 #[test]
 fn processes_race_for_the_last_room() {
     for (racers, rounds, junk) in
-        [(2, 40_000, 0), (4, 20_000, 0), (8, 10_000, 0), (2, 4_000, LIMIT), (8, 500, LIMIT)]
+        [(2, 40_000, 0), (4, 20_000, 0), (8, 10_000, 0), (2, 20_000, LIMIT), (8, 2_000, LIMIT)]
     {
         let shared = prepare(racers, junk);
         let children: Vec<_> = (0..racers)
@@ -121,7 +121,7 @@ fn threads_of_one_slot_race_for_the_last_room() {
             });
         }
     });
-    assert_eq!(shared.winners.load(Ordering::SeqCst), threads.min(1) * rounds);
+    assert_eq!(shared.winners.load(Ordering::SeqCst), rounds);
     assert_eq!((shared.over.load(Ordering::SeqCst), shared.account(0, LIMIT).used()), (0, 0));
 }
 
