@@ -39,10 +39,14 @@
 //! **Crashes.** A process that dies leaves T too high, never too low. T too high costs the sum, never the limit and
 //! never a refusal: what is refused is refused by the sum of C, and C of a dead process is reaped.
 //!
-//! **Who is refused.** A try fails only when the sum of C was over L *while the try ran*: by bytes held, by claims in
-//! flight of living processes, or by dead ones, which are then reaped. So a process that tries while no other claim is in
-//! flight gets what fits, whatever T says, also after any crash. Of several that race for the last room one gets it
-//! unless all of their eight tries, with waits that differ by slot and thread and double each time, meet.
+//! **Who is refused.** A try fails only when the sum of C was over L *while the try ran*: by bytes held, by claims or
+//! frees in flight of living processes, or by dead ones, which are then reaped and cost the claim none of its tries. So:
+//! * A process that claims while no other one claims or frees gets what fits, whatever T says, after any crash.
+//! * Where nothing crashed and each racer would fit alone, one gets the room in every interleaving: T is exact, and the
+//!   first that adds to it finds room.
+//! * After a crash one of the racers gets it unless all of their eight tries meet, with waits that differ by slot and
+//!   thread and double each time.
+//!
 //! Whoever sees in two tries running that the settled bytes alone leave no room is refused without waiting on.
 //!
 //! **Scribbled words.** A tenant can write the file. Sums saturate, T saturates upwards and wraps only downwards to a
