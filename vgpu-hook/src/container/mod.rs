@@ -320,7 +320,6 @@ fn attach(state: &'static State, limits: Limits) -> Result<Option<*mut Container
         slot: Some(slot),
         books: Books::new(),
     })?;
-    file.give_hint(slot);
     region.hot().attached.fetch_add(1, Relaxed);
     region.hot().escapes.fetch_add(u64::from(state.escapes.swap(0, Relaxed)), Relaxed);
     Ok(Some(container))
@@ -539,15 +538,14 @@ impl Card {
     pub(crate) fn each_process(&self, see: &mut dyn FnMut(Process)) {
         let region = self.file.region;
         let words = region.slots(usize::from(self.index));
-        for slot in slots::in_use(region) {
+        self.file.each_owned(|slot| {
             let hami = region.hami_slot(slot);
             let pid = hami.pid.load(Acquire);
-            let Some(words) = words.get(slot) else { continue };
-            if pid > 0 && self.file.is_owned(slot) {
+            if let Some(words) = words.get(slot).filter(|_| pid > 0) {
                 let bytes = mullion_accounting::Word::load(&words.claimed);
                 see(Process { pid, host_pid: hami.host_pid.load(Relaxed), bytes });
             }
-        }
+        });
     }
 }
 

@@ -1,8 +1,9 @@
 //! The other processes of the container, as a claim that found no room looks at them.
 
 use super::Container;
+use super::slots::UsageFile;
 use super::state::Held;
-use crate::sys;
+use crate::sys::{self, Fd};
 
 /// How often dead processes are looked for where nothing asks for it.
 pub(super) const REAP_EVERY_NS: u64 = 1_000_000_000;
@@ -11,29 +12,43 @@ pub(super) const REAP_EVERY_NS: u64 = 1_000_000_000;
 #[derive(Debug)]
 pub(crate) struct Peers<'c> {
     container: &'c Container,
-    /// One thread at a time: the kernel's lock does not tell threads apart, and one that gave a slot back early would
-    /// let its new owner in while another is still clearing it.
-    held: Option<Held<'c>>,
+    looking: Option<Looking<'c>>,
+}
+
+/// A look at the others' lock bytes.
+#[derive(Debug)]
+struct Looking<'c> {
+    fd: Fd,
+    /// One thread at a time: a description's locks do not tell threads apart, and none may give a slot back while another
+    /// is still clearing it.
+    _held: Held<'c>,
+}
+
+impl Drop for Looking<'_> {
+    fn drop(&mut self) {
+        self.fd.close();
+    }
 }
 
 impl<'c> Peers<'c> {
     #[inline]
     pub(super) fn new(container: &'c Container) -> Self {
-        Self { container, held: None }
+        Self { container, looking: None }
+    }
+
+    fn look(&mut self) -> Option<&Looking<'c>> {
+        if self.looking.is_none() {
+            let held = self.container.state.reaping.lock();
+            let fd = self.container.file.open_again().ok()?;
+            self.looking = Some(Looking { fd, _held: held });
+        }
+        self.looking.as_ref()
     }
 }
 
 impl mullion_accounting::Peers for Peers<'_> {
     fn take(&mut self, slot: usize) -> bool {
-        if self.container.slot == Some(slot) {
-            return false;
-        }
-        let held = self.container.state.reaping.lock();
-        let taken = self.container.file.take(slot);
-        if taken {
-            self.held = Some(held);
-        }
-        taken
+        self.container.slot != Some(slot) && self.look().is_some_and(|look| UsageFile::take(look.fd, slot))
     }
 
     fn give_back(&mut self, slot: usize) {
@@ -41,11 +56,13 @@ impl mullion_accounting::Peers for Peers<'_> {
         for card in self.container.cards() {
             card.memory.reap(slot);
         }
-        self.container.file.give_back(slot);
-        self.held = None;
+        if let Some(look) = &self.looking {
+            self.container.file.give_back(look.fd, slot);
+        }
     }
 
     fn pause(&mut self, units: u32) {
+        self.looking = None;
         sys::sleep_ns(u64::from(units) * 1000);
     }
 }

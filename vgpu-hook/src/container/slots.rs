@@ -6,9 +6,8 @@
 //! kernel frees it at SIGKILL and at exec.
 //!
 //! Not every file system keeps the lock when the last descriptor goes (overlayfs does not): there a descriptor is kept
-//! instead, out of the way of the program's own and closed by exec. A second descriptor is kept in any case; it
-//! serves to look for dead owners, and holds a lock byte of the older kind by which the agent may learn this process's
-//! host pid. It is checked before each use: a program may close it, and another file may get its number.
+//! instead, out of the way of the program's own and closed by exec. Elsewhere no descriptor stays open. So there is no
+//! lock byte of the older kind either by which the agent could learn this process's host pid: it would need one.
 
 #![expect(unsafe_code, reason = "registers a handler at fork")]
 
@@ -35,7 +34,8 @@ const SETUP_NS: u64 = 1_000_000_000;
 const HIGH: [c_int; 3] = [1000, 500, 100];
 const PATH_LEN: usize = 1024;
 
-/// The descriptor kept by this process or, in a forked child that has not attached, by its parent; -1 = none.
+/// The descriptor that holds the slot's lock, of this process or, in a forked child that has not attached, of its
+/// parent; -1 = none.
 static KEPT: AtomicI32 = AtomicI32::new(-1);
 
 /// A usage file by name, and as it was found.
@@ -101,7 +101,7 @@ impl UsageFile {
     }
 
     /// Another description of the same file.
-    fn open_again(&self) -> Result<Fd, Errno> {
+    pub(super) fn open_again(&self) -> Result<Fd, Errno> {
         const ESTALE: Errno = Errno(116);
         let fd = sys::open(self.path(), sys::O_RDWR | sys::O_CLOEXEC, 0)?;
         if self.is_same(fd) {
@@ -109,18 +109,6 @@ impl UsageFile {
         }
         fd.close();
         Err(ESTALE)
-    }
-
-    /// Runs `with` a descriptor of the file: the kept one, or a new one where the program closed it.
-    fn with_descriptor<T>(&self, with: impl FnOnce(Fd) -> T) -> Option<T> {
-        let kept = Fd(KEPT.load(Acquire));
-        if kept.0 >= 0 && self.is_same(kept) {
-            return Some(with(kept));
-        }
-        let fd = self.open_again().ok()?;
-        let result = with(fd);
-        fd.close();
-        Some(result)
     }
 
     /// Takes a slot. `mapped` is the description that the mapping was made from; it is closed.
@@ -135,10 +123,20 @@ impl UsageFile {
         let second = self.open_again().map_err(|errno| self.unusable("opening it again", errno));
         mapped.close();
         let second = second?;
-        let kept = taken.and_then(|slot| self.hold_on(second, slot, probe));
-        fault::point();
-        match kept {
-            Ok(slot) => self.keep(second, slot).map(|()| slot),
+        let held = taken.and_then(|slot| self.hold_on(second, slot, probe)).and_then(|(slot, pinned)| {
+            fault::point();
+            self.announce(second, slot).map_err(|errno| self.unusable("writing", errno))?;
+            Ok((slot, pinned))
+        });
+        match held {
+            Ok((slot, false)) => {
+                keep(second);
+                Ok(slot)
+            }
+            Ok((slot, true)) => {
+                second.close();
+                Ok(slot)
+            }
             Err(refusal) => {
                 second.close();
                 Err(refusal)
@@ -146,15 +144,16 @@ impl UsageFile {
         }
     }
 
-    /// Sees to it that the slot stays this process's now that only the mapping is left of the first description.
-    fn hold_on(&self, second: Fd, slot: usize, probe: u64) -> Result<usize, Refusal> {
+    /// Sees to it that the slot stays this process's now that only the mapping is left of the first description; whether
+    /// the mapping alone does.
+    fn hold_on(&self, second: Fd, slot: usize, probe: u64) -> Result<(usize, bool), Refusal> {
         let failed = |errno| self.unusable("locking", errno);
         if is_held(second, probe).map_err(failed)? {
-            return Ok(slot);
+            return Ok((slot, true));
         }
-        close_in_forked_children();
         // The slot was lost with the descriptor. Unless another process has it by now, it is ours again.
-        if try_byte(second, byte_of(slot)).map_err(failed)? { Ok(slot) } else { self.first_free(second) }
+        let again = try_byte(second, byte_of(slot)).map_err(failed)?;
+        Ok((if again { slot } else { self.first_free(second)? }, false))
     }
 
     /// Locks the byte of the first slot without an owner: those that were given back before those whose owner died,
@@ -170,26 +169,6 @@ impl UsageFile {
             }
         }
         Err(Refusal::SlotsFull { path: self.text() })
-    }
-
-    /// Puts the second descriptor out of the way.
-    fn keep(&self, fd: Fd, slot: usize) -> Result<(), Refusal> {
-        let high = HIGH.into_iter().find_map(|lowest| fd.duplicate_above(lowest).ok());
-        let kept = match high {
-            Some(high) => {
-                fd.close();
-                high
-            }
-            None => fd,
-        };
-        KEPT.store(kept.0, Release);
-        self.announce(kept, slot).map_err(|errno| self.unusable("writing", errno))
-    }
-
-    /// Gives the agent a hint of which process owns the slot. Nothing depends on it. Last of all, because closing any
-    /// descriptor of the file drops it.
-    pub(crate) fn give_hint(&self, slot: usize) {
-        self.with_kept(|fd| fd.lock(sys::F_SETLK, sys::F_WRLCK, extension::HINT_AT + slot as u64));
     }
 
     /// Fills in HAMi's slot, for HAMi's monitor and ours. By writing, not by storing: a full file system then is an
@@ -214,39 +193,31 @@ impl UsageFile {
     }
 
     /// Takes the byte of a dead owner's slot; whether it was free. To be given back by [`Self::give_back`].
-    pub(crate) fn take(&self, slot: usize) -> bool {
-        let taken = self.with_kept(|fd| try_byte(fd, byte_of(slot)).unwrap_or(false));
-        taken.unwrap_or(false)
+    pub(super) fn take(fd: Fd, slot: usize) -> bool {
+        try_byte(fd, byte_of(slot)).unwrap_or(false)
     }
 
     /// Gives back a slot whose words were cleared.
-    pub(crate) fn give_back(&self, slot: usize) {
+    pub(super) fn give_back(&self, fd: Fd, slot: usize) {
         let hami = self.region.hami_slot(slot);
         fault::point();
         hami.status.store(0, Relaxed);
         hami.pid.store(0, Release);
-        self.with_kept(|fd| free_byte(fd, byte_of(slot)));
+        free_byte(fd, byte_of(slot));
     }
 
-    /// Like [`Self::with_descriptor`], but what is locked must stay locked: a new descriptor is kept.
-    fn with_kept<T>(&self, with: impl FnOnce(Fd) -> T) -> Option<T> {
-        let kept = Fd(KEPT.load(Acquire));
-        if kept.0 < 0 || !self.is_same(kept) {
-            let fd = self.open_again().ok()?;
-            let high = HIGH.into_iter().find_map(|lowest| fd.duplicate_above(lowest).ok());
-            if high.is_some() {
-                fd.close();
+    /// Shows the slots that have an owner, the own one among them. Where the file cannot be opened any more, all that
+    /// were ever used.
+    pub(super) fn each_owned(&self, mut see: impl FnMut(usize)) {
+        let fd = self.open_again().ok();
+        for slot in in_use(self.region) {
+            if fd.is_none_or(|fd| is_held(fd, byte_of(slot)).unwrap_or(true)) {
+                see(slot);
             }
-            let kept = high.unwrap_or(fd);
-            KEPT.store(kept.0, Release);
-            return Some(with(kept));
         }
-        Some(with(kept))
-    }
-
-    /// Whether a process owns `slot`. Always so for the own one, whose lock is another description's.
-    pub(crate) fn is_owned(&self, slot: usize) -> bool {
-        self.with_descriptor(|fd| is_held(fd, byte_of(slot)).unwrap_or(true)).unwrap_or(true)
+        if let Some(fd) = fd {
+            fd.close();
+        }
     }
 
     /// A live process that another library put into HAMi's slots.
@@ -319,6 +290,16 @@ pub(super) fn drop_inherited(file: &UsageFile) {
     if kept.0 >= 0 && file.is_same(kept) {
         kept.close();
     }
+}
+
+/// Keeps the descriptor that the slot's lock lives on, out of the way.
+fn keep(fd: Fd) {
+    close_in_forked_children();
+    let high = HIGH.into_iter().find_map(|lowest| fd.duplicate_above(lowest).ok());
+    if high.is_some() {
+        fd.close();
+    }
+    KEPT.store(high.unwrap_or(fd).0, Release);
 }
 
 /// Where the slot's lock lives on a descriptor, a forked child would keep its parent's slot for it. The C library's own
