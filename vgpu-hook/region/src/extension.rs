@@ -1,4 +1,4 @@
-//! Our part of the usage file, at [`EXTENSION_AT`](crate::usage::EXTENSION_AT): what the library counts and what it
+//! Our part of the usage file, at [`EXTENSION_AT`]: what the library counts and what it
 //! decides by. Version 1; every word is little-endian, naturally aligned and changed by atomic operations only.
 //!
 //! The hot part, 16 KiB, all that the agent reads each second:
