@@ -14,6 +14,11 @@ use crate::code::Code;
 pub(crate) struct Out<T>(*mut T);
 
 impl<T: Copy> Out<T> {
+    /// A pointer out of a struct of the interface, whose contract is the same.
+    pub(crate) fn from_pointer(pointer: *mut T) -> Self {
+        Self(pointer)
+    }
+
     pub(crate) fn is_null(self) -> bool {
         self.0.is_null()
     }

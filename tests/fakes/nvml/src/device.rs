@@ -90,14 +90,14 @@ entry! {
     }
 
     fn nvmlDeviceGetMemoryInfo(device: Handle, memory: Out<nvmlMemory_t>) |session| {
-        let Memory { total, reserved, used } = Memory::of(&session.device(device)?);
+        let Memory { total, reserved, used } = Memory::of(session, &session.device(device)?);
         // The first version counts what the driver keeps as used.
         let used = used + reserved;
         memory.put(nvmlMemory_t { total, used, free: total.saturating_sub(used) })
     }
 
     fn nvmlDeviceGetMemoryInfo_v2(device: Handle, memory: Out<nvmlMemory_v2_t>) |session| {
-        let Memory { total, reserved, used } = Memory::of(&session.device(device)?);
+        let Memory { total, reserved, used } = Memory::of(session, &session.device(device)?);
         let version = version_of::<nvmlMemory_v2_t>(2);
         if memory.cast::<c_uint>().get()? != version {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
@@ -134,13 +134,15 @@ struct Memory {
 
 impl Memory {
     /// In bytes.
-    fn of(device: &Device<'_>) -> Self {
+    fn of(session: &Session, device: &Device<'_>) -> Self {
         let card = device.card;
         let (total, reserved, used) = match compute_instance::memory_mib(device) {
             Some((total, used)) => (total, 0, used),
             None => (card.memory_mib, card.reserved_mib, card.used_mib()),
         };
         let [total, reserved, used] = [total, reserved, used].map(|mib| mib.saturating_mul(MIB));
+        // Programs run on whole cards.
+        let used = if device.mig.is_none() { used.saturating_add(session.live_bytes(card)) } else { used };
         Self { total, reserved: reserved.min(total), used: used.min(total) }
     }
 }

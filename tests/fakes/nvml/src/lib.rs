@@ -7,6 +7,10 @@
 //! the injected error if one is due, and only then does its work on a snapshot of the node; a mutation goes
 //! through the state file. Nothing here panics: a panic would end the program that loaded the library.
 
+//! Programs that run on the simulated CUDA driver show up by themselves: their processes, their memory and how busy they keep the
+//! cards come out of the live file beside the state file. `FAKE_NVML_RECURSE=1` has `nvmlInit_v2` go through
+//! `nvmlInitWithFlags` of the program's global scope, as some drivers do.
+
 #![expect(non_snake_case, reason = "the names of the C interface")]
 
 mod abi;
@@ -16,6 +20,7 @@ mod device;
 mod events;
 mod gpu_instance;
 mod handles;
+mod live;
 mod session;
 mod system;
 mod topology;

@@ -7,9 +7,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use fake_state::live::Live;
+use fake_state::live::layout::CARDS;
 use fake_state::{Card, ComputeInstance, GpuInstance, NodeState, STATE_ENV, Store, calls};
 
 use crate::code::Code;
+use crate::live;
 use crate::handles::{self, Handle, Identity};
 
 struct Library {
@@ -49,7 +52,13 @@ impl Library {
         }
         let file = File::open(store.path()).map_err(|_| Code::UNKNOWN)?;
         let opened = file.metadata().map_err(|_| Code::UNKNOWN)?;
-        let state = Arc::new(store.read()?);
+        let mut state = store.read()?;
+        if only_with_nodes() {
+            for card in &mut state.cards {
+                card.present &= Path::new(&format!("/dev/nvidia{}", card.minor)).exists();
+            }
+        }
+        let state = Arc::new(state);
         // A replacement between open and read leaves an old stamp on a new state: read again next time.
         self.cache = Some(Cache { _file: file, stamp: stamp(&opened), state: Arc::clone(&state) });
         Ok(Session { store, state })
@@ -77,6 +86,12 @@ impl Counters {
         counts.resize(calls::NAMES.len(), 0);
         Some(Self { file, counts })
     }
+}
+
+/// In a container a driver lists the cards whose device nodes it finds. `MULLION_FAKE_DEVICE_NODES=1` has this one do so; on the
+/// simulated node itself there are none.
+fn only_with_nodes() -> bool {
+    std::env::var_os("MULLION_FAKE_DEVICE_NODES").is_some_and(|v| v == "1")
 }
 
 fn stamp(file: &fs::Metadata) -> [i64; 5] {
@@ -157,6 +172,18 @@ impl Session {
     /// The node as it is now.
     pub(crate) fn now() -> Result<Self, Code> {
         library().current()
+    }
+
+    /// The live region, and the card's place in it.
+    pub(crate) fn live(&self, card: &Card) -> Option<(&'static Live, usize)> {
+        let live = live::of(self.store.path())?;
+        let place = self.state.cards.iter().position(|c| c.uuid == card.uuid)?;
+        (place < CARDS).then_some((live, place))
+    }
+
+    /// Bytes of the card that running programs have, those of the dead included until they are released.
+    pub(crate) fn live_bytes(&self, card: &Card) -> u64 {
+        self.live(card).map_or(0, |(live, place)| live.given(place))
     }
 
     /// Waits the injected latency, answers the injected error, or gives the node as it is afterwards.

@@ -4,20 +4,25 @@
 use std::ffi::{c_uint, c_ulonglong};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fake_state::{Card, EccCounts, Process};
+use fake_state::{Card, EccCounts};
 use nvml_wrapper_sys::bindings::{
-    nvmlProcessInfo_v1_t, nvmlProcessInfo_v2_t, nvmlProcessUtilizationSample_t, nvmlUtilization_t,
+    nvmlProcessInfo_v1_t, nvmlProcessInfo_v2_t, nvmlProcessUtilizationInfo_v1_t, nvmlProcessUtilizationSample_t,
+    nvmlProcessesUtilizationInfo_v1_t, nvmlUtilization_t,
 };
 
-use crate::abi::{Out, list};
+use crate::abi::{Out, length, list, version_of};
 use crate::code::Code;
 use crate::device::MIB;
 use crate::entry;
 use crate::handles::Handle;
+use crate::live::{self, Busy};
 use crate::session::{Device, Session};
 
 /// Instance ids of what is in none.
 pub(crate) const NO_INSTANCE: c_uint = c_uint::MAX;
+
+/// `NVML_DEVICE_ARCH_BLACKWELL`: from there on cards answer `nvmlDeviceGetProcessesUtilizationInfo` alone.
+const BLACKWELL: u32 = 10;
 
 /// `nvmlMemoryLocation_t`: device memory holds all of the simulated errors; the first value that does
 /// not exist.
@@ -28,8 +33,9 @@ entry! {
     fn nvmlDeviceGetComputeRunningProcesses(
         device: Handle, count: Out<c_uint>, infos: Out<nvmlProcessInfo_v1_t>,
     ) |session| {
-        let all: Vec<_> = processes(&session.device(device)?)
-            .map(|p| nvmlProcessInfo_v1_t { pid: p.pid, usedGpuMemory: p.memory_mib.saturating_mul(MIB) })
+        let all: Vec<_> = processes(session, &session.device(device)?)
+            .into_iter()
+            .map(|p| nvmlProcessInfo_v1_t { pid: p.pid, usedGpuMemory: p.bytes })
             .collect();
         list(infos, count, &all, Err(Code::INSUFFICIENT_SIZE))
     }
@@ -66,22 +72,25 @@ entry! {
 
     fn nvmlDeviceGetUtilizationRates(device: Handle, utilization: Out<nvmlUtilization_t>) |session| {
         let card = without_mig(session, device)?;
-        utilization.put(nvmlUtilization_t { gpu: card.utilization(), memory: card.memory_utilization })
+        let live = session.live(card).map_or(0, |(live, place)| live.utilization(place));
+        let gpu = card.utilization().saturating_add(live).min(100);
+        utilization.put(nvmlUtilization_t { gpu, memory: card.memory_utilization })
     }
 
     fn nvmlDeviceGetProcessUtilization(
         device: Handle,
         samples: Out<nvmlProcessUtilizationSample_t>,
         count: Out<c_uint>,
-        _last_seen: c_ulonglong,
+        last_seen: c_ulonglong,
     ) |session| {
         let card = without_mig(session, device)?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let timeStamp = c_ulonglong::try_from(now.as_micros()).unwrap_or(c_ulonglong::MAX);
-        let all: Vec<_> = card.processes.iter().map(|p| nvmlProcessUtilizationSample_t {
-            pid: p.pid,
-            timeStamp,
-            smUtil: p.sm_percent,
+        if card.architecture >= BLACKWELL {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let all: Vec<_> = busy(session, card, last_seen).into_iter().map(|b| nvmlProcessUtilizationSample_t {
+            pid: b.pid,
+            timeStamp: b.at_us,
+            smUtil: b.percent,
             memUtil: 0,
             encUtil: 0,
             decUtil: 0,
@@ -91,6 +100,36 @@ entry! {
             return Err(Code::NOT_FOUND);
         }
         list(samples, count, &all, Err(Code::INSUFFICIENT_SIZE))
+    }
+
+    fn nvmlDeviceGetProcessesUtilizationInfo(
+        device: Handle, info: Out<nvmlProcessesUtilizationInfo_v1_t>,
+    ) |session| {
+        let card = without_mig(session, device)?;
+        let asked = info.get()?;
+        if asked.version != version_of::<nvmlProcessesUtilizationInfo_v1_t>(1) {
+            return Err(Code::ARGUMENT_VERSION_MISMATCH);
+        }
+        let found = busy(session, card, asked.lastSeenTimeStamp);
+        let all: Vec<_> = found.into_iter().map(|b| nvmlProcessUtilizationInfo_v1_t {
+            timeStamp: b.at_us,
+            pid: b.pid,
+            smUtil: b.percent,
+            memUtil: 0,
+            encUtil: 0,
+            decUtil: 0,
+            jpgUtil: 0,
+            ofaUtil: 0,
+        }).collect();
+        info.put(nvmlProcessesUtilizationInfo_v1_t { processSamplesCount: length(&all), ..asked })?;
+        let array = Out::from_pointer(asked.procUtilArray);
+        if all.is_empty() {
+            Err(Code::NOT_FOUND)
+        } else if array.is_null() || asked.processSamplesCount < length(&all) {
+            Err(Code::INSUFFICIENT_SIZE)
+        } else {
+            array.fill(&all)
+        }
     }
 
     fn nvmlDeviceGetEccMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |session| {
@@ -126,10 +165,38 @@ entry! {
     }
 }
 
-/// The processes of a card, or of the GPU instance behind a MIG device.
-fn processes<'a>(device: &Device<'a>) -> impl Iterator<Item = &'a Process> + use<'a> {
+/// A process as the lists show it.
+#[derive(Clone, Copy, Debug)]
+struct Shown {
+    pid: u32,
+    bytes: u64,
+    gpu_instance: Option<u32>,
+}
+
+/// The processes of a card, or of the GPU instance behind a MIG device: the state file's, then on whole cards those that run.
+fn processes(session: &Session, device: &Device<'_>) -> Vec<Shown> {
     let gi = device.mig.map(|(gi, _)| gi.id);
-    device.card.processes.iter().filter(move |p| gi.is_none() || p.gpu_instance == gi)
+    let stated = device.card.processes.iter().filter(|p| gi.is_none() || p.gpu_instance == gi);
+    let mut all: Vec<_> = stated
+        .map(|p| Shown { pid: p.pid, bytes: p.memory_mib.saturating_mul(MIB), gpu_instance: p.gpu_instance })
+        .collect();
+    if let Some((live, place)) = session.live(device.card).filter(|_| gi.is_none()) {
+        let running = live::running(live, place).into_iter();
+        all.extend(running.map(|r| Shown { pid: r.pid, bytes: r.bytes, gpu_instance: None }));
+    }
+    all
+}
+
+/// Busy shares: the state file's processes are as busy now as it says, running ones in the newest window after `since`.
+fn busy(session: &Session, card: &Card, since: u64) -> Vec<Busy> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let at_us = u64::try_from(now.as_micros()).unwrap_or(u64::MAX);
+    let stated = card.processes.iter().map(|p| Busy { pid: p.pid, at_us, percent: p.sm_percent });
+    let mut all: Vec<Busy> = stated.collect();
+    if let Some((live, place)) = session.live(card) {
+        all.extend(live::busy(live, place, since));
+    }
+    all
 }
 
 fn put_processes(
@@ -138,10 +205,11 @@ fn put_processes(
     count: Out<c_uint>,
     infos: Out<nvmlProcessInfo_v2_t>,
 ) -> Result<(), Code> {
-    let all: Vec<_> = processes(&session.device(device)?)
+    let all: Vec<_> = processes(session, &session.device(device)?)
+        .into_iter()
         .map(|p| nvmlProcessInfo_v2_t {
             pid: p.pid,
-            usedGpuMemory: p.memory_mib.saturating_mul(MIB),
+            usedGpuMemory: p.bytes,
             gpuInstanceId: p.gpu_instance.unwrap_or(NO_INSTANCE),
             computeInstanceId: p.gpu_instance.map_or(NO_INSTANCE, |_| 0),
         })

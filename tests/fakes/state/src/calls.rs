@@ -67,6 +67,7 @@ pub const NAMES: &[&str] = &[
     "nvmlDeviceGetPciInfo_v3",
     "nvmlDeviceGetPowerUsage",
     "nvmlDeviceGetProcessUtilization",
+    "nvmlDeviceGetProcessesUtilizationInfo",
     "nvmlDeviceGetSupportedEventTypes",
     "nvmlDeviceGetTemperature",
     "nvmlDeviceGetTopologyCommonAncestor",

@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use nix::libc;
 
@@ -336,49 +336,43 @@ impl Live {
         told.unwrap_or(named)
     }
 
-    /// Clears the slots of dead processes whose memory is due.
+    /// Ends the work of dead processes, frees the locks that they held, and clears their slots when their memory is due.
     pub fn reap(&self, now: u64) {
+        static REAPING: Mutex<()> = Mutex::new(());
         let Some(file) = &self.file else { return };
-        if now < self.reaped.load(SeqCst).saturating_add(REAP_EVERY) && self.reaped.load(SeqCst) != 0 {
+        let last = self.reaped.load(SeqCst);
+        if last != 0 && now < last.saturating_add(REAP_EVERY) {
             return;
         }
+        // A slot's byte keeps other processes out, this the threads that share the descriptor.
+        let Ok(_alone) = REAPING.try_lock() else { return };
         self.reaped.store(now, SeqCst);
         for (index, slot) in self.slots().iter().enumerate() {
             if slot.pid.load(SeqCst) == 0 || self.own() == Some(index) {
                 continue;
             }
-            if !matches!(lock::is_held(file, ALIVE + offset(index)), Ok(false)) {
-                continue;
-            }
-            let due = if slot.died.compare_exchange(0, now, SeqCst, SeqCst).is_ok() {
-                now
-            } else {
-                slot.died.load(SeqCst)
-            };
-            for card in &slot.cards {
-                card.submitted.store(card.done.load(SeqCst), SeqCst);
-            }
-            self.free_locks(index);
-            let delay = u64::from(slot.release_delay_ms.load(SeqCst)) * 1_000_000;
-            if now >= due.saturating_add(delay) {
-                self.clear_dead(index, slot);
+            let byte = ALIVE + offset(index);
+            if matches!(lock::try_own(file, byte), Ok(true)) {
+                self.bury(index, slot, now);
+                let _ = lock::release_own(file, byte);
             }
         }
     }
 
-    /// Clears a slot while holding its byte through a descriptor of its own.
-    fn clear_dead(&self, index: usize, slot: &Slot) {
-        // A descriptor that is closed again would drop this process's POSIX lock, so the kept one serves.
-        static CLEARING: Mutex<()> = Mutex::new(());
-        let Some(file) = &self.file else { return };
-        // The byte keeps other processes out, this the threads that share the descriptor.
-        let _alone = CLEARING.lock().unwrap_or_else(PoisonError::into_inner);
-        if matches!(lock::try_own(file, ALIVE + offset(index)), Ok(true)) {
-            if slot.died.load(SeqCst) != 0 {
-                slot.clear();
-                slot.pid.store(0, SeqCst);
-            }
-            let _ = lock::release_own(file, ALIVE + offset(index));
+    /// What is to be done about a dead process while its byte is held.
+    fn bury(&self, index: usize, slot: &Slot, now: u64) {
+        if slot.pid.load(SeqCst) == 0 {
+            return;
+        }
+        let first = slot.died.compare_exchange(0, now, SeqCst, SeqCst);
+        for card in &slot.cards {
+            card.submitted.store(card.done.load(SeqCst), SeqCst);
+        }
+        self.free_locks(index);
+        let due = first.err().unwrap_or(now) + u64::from(slot.release_delay_ms.load(SeqCst)) * 1_000_000;
+        if now >= due {
+            slot.clear();
+            slot.pid.store(0, SeqCst);
         }
     }
 

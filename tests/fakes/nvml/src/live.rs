@@ -1,0 +1,64 @@
+//! What running programs on the simulated CUDA driver have of the cards, see [`fake_state::live`].
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use fake_state::live::{self, Live, work};
+
+/// Every region that this process looked at. They stay open: closing a descriptor of the file would drop the lock by which
+/// others know this process, if it runs the CUDA driver too.
+static OPEN: Mutex<Vec<(PathBuf, &'static Live)>> = Mutex::new(Vec::new());
+
+/// A process with something on a card.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Running {
+    pub(crate) pid: u32,
+    pub(crate) bytes: u64,
+}
+
+/// A process's busy share in its newest full sampling window.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Busy {
+    pub(crate) pid: u32,
+    /// End of the window, µs since 1970.
+    pub(crate) at_us: u64,
+    pub(crate) percent: u32,
+}
+
+/// The region of a state file; none where no program ever ran on its cards.
+pub(crate) fn of(state: &Path) -> Option<&'static Live> {
+    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, live)) = open.iter().find(|(path, _)| path == state) {
+        return Some(live);
+    }
+    if !live::path(state).exists() {
+        return None;
+    }
+    let live: &'static Live = Box::leak(Box::new(Live::open(state).ok()?));
+    // A slot of its own, so that what this process holds is freed if it dies.
+    live.claim(0).ok()?;
+    open.push((state.to_owned(), live));
+    Some(live)
+}
+
+/// The processes of a card that live.
+pub(crate) fn running(live: &Live, card: usize) -> Vec<Running> {
+    let found = live.processes(card).into_iter().filter(|p| !p.dead);
+    found.map(|p| Running { pid: p.pid, bytes: p.given }).collect()
+}
+
+/// Who was busy in a window that ended after `since_us`.
+pub(crate) fn busy(live: &Live, card: usize, since_us: u64) -> Vec<Busy> {
+    let now_us = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+    let now_us = u64::try_from(now_us).unwrap_or(u64::MAX);
+    let now = work::now(live.region());
+    let since = now.saturating_sub(now_us.saturating_sub(since_us).saturating_mul(1000));
+    let samples = live.samples(card, since).into_iter();
+    let samples = samples.map(|s| Busy {
+        pid: s.pid,
+        at_us: now_us.saturating_sub(now.saturating_sub(s.end) / 1000),
+        percent: u32::try_from((s.busy * 100 + work::WINDOW_NS / 2) / work::WINDOW_NS).unwrap_or(100).min(100),
+    });
+    samples.filter(|s| s.at_us > since_us).collect()
+}
