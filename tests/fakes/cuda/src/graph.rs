@@ -10,7 +10,7 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use crate::abi::{
     AllocNode, Code, Device, DevicePtr, Handle, HostFunction, InstantiateParams, KernelNode, KernelNode2,
-    NodeParams, Opaque, Out,
+    Location, NodeParams, ON_DEVICE, Opaque, Out, PoolProps,
 };
 use crate::driver::Driver;
 use crate::gate::{entry, open_entry, streamed};
@@ -440,6 +440,36 @@ entry! {
             return Err(Code::INVALID_VALUE);
         }
         driver.add(out, graph, Work::Free(address))
+    }
+
+    fn cuGraphMemAllocNodeGetParams(node: Handle, params: Out<AllocNode>) |driver| {
+        let Some(Work::Alloc(address)) = driver.objects.nodes.get(&node).map(|n| n.work) else {
+            return Err(Code::INVALID_VALUE);
+        };
+        let memory = driver.objects.graph_memory.get(&address).ok_or(Code::INVALID_VALUE)?;
+        let location = Location { kind: ON_DEVICE, id: c_int::try_from(memory.ordinal).unwrap_or(0) };
+        params.put(AllocNode {
+            pool: PoolProps {
+                kind: 1,
+                handle_types: 0,
+                location,
+                win32: 0,
+                max_size: 0,
+                usage: 0,
+                reserved: [0; 54],
+            },
+            access: Opaque::null(),
+            access_count: 0,
+            size: usize::try_from(memory.size).unwrap_or(usize::MAX),
+            address,
+        })
+    }
+
+    fn cuGraphChildGraphNodeGetGraph(node: Handle, graph: Out<Handle>) |driver| {
+        match driver.objects.nodes.get(&node).map(|n| n.work) {
+            Some(Work::Child(child)) => graph.put(child),
+            _ => Err(Code::INVALID_VALUE),
+        }
     }
 
     fn cuGraphMemFreeNodeGetParams(node: Handle, address: Out<DevicePtr>) |driver| {

@@ -191,7 +191,7 @@ table! {
     graph cuGraphAddNode_v3 "cuGraphAddNode" 13040 Legacy;
     unsupported cuGraphBatchMemOpNodeGetParams "cuGraphBatchMemOpNodeGetParams" 11070 Legacy;
     unsupported cuGraphBatchMemOpNodeSetParams "cuGraphBatchMemOpNodeSetParams" 11070 Legacy;
-    unsupported cuGraphChildGraphNodeGetGraph "cuGraphChildGraphNodeGetGraph" 10000 Legacy;
+    graph cuGraphChildGraphNodeGetGraph "cuGraphChildGraphNodeGetGraph" 10000 Legacy;
     graph cuGraphClone "cuGraphClone" 10000 Legacy;
     unsupported cuGraphConditionalHandleCreate "cuGraphConditionalHandleCreate" 12030 Legacy;
     graph cuGraphCreate "cuGraphCreate" 10000 Legacy;
@@ -244,7 +244,7 @@ table! {
     graph cuGraphKernelNodeSetParams_v2 "cuGraphKernelNodeSetParams" 12000 Legacy;
     graph cuGraphLaunch "cuGraphLaunch" 10000 Legacy;
     graph cuGraphLaunch_ptsz "cuGraphLaunch" 10000 Ptsz;
-    unsupported cuGraphMemAllocNodeGetParams "cuGraphMemAllocNodeGetParams" 11040 Legacy;
+    graph cuGraphMemAllocNodeGetParams "cuGraphMemAllocNodeGetParams" 11040 Legacy;
     graph cuGraphMemFreeNodeGetParams "cuGraphMemFreeNodeGetParams" 11040 Legacy;
     unsupported cuGraphMemcpyNodeGetParams "cuGraphMemcpyNodeGetParams" 10000 Legacy;
     unsupported cuGraphMemcpyNodeSetParams "cuGraphMemcpyNodeSetParams" 10000 Legacy;
