@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Binding, Namespace, Node, ObjectReference, Pod};
@@ -14,8 +15,14 @@ use mullion_core::facts::PodRef;
 use mullion_core::units::{AllocationUid, NodeName};
 use mullion_crds::{GPUNode, VGPUAllocation, names};
 use serde_json::json;
+use tokio::sync::Semaphore;
 
 use crate::error::Error;
+
+/// How many writes of binds are under way at once; more wait here for their turn. The client speaks HTTP/1.1, where
+/// every call under way is a connection of its own: without a bound, a burst of pods opens hundreds, each with a TLS
+/// handshake and buffers on both sides (docs/benchmarks.md has the figures). 16 at 5 ms each are 3,000 writes a second.
+const BINDS: usize = 16;
 
 /// Deadline of one call.
 pub const CALL_LIMIT: Duration = Duration::from_secs(4);
@@ -26,6 +33,7 @@ pub struct Cluster {
     client: Client,
     recorder: Recorder,
     limit: Duration,
+    binds: Arc<Semaphore>,
 }
 
 impl fmt::Debug for Cluster {
@@ -44,7 +52,12 @@ impl Cluster {
             controller: names::CONTROLLER_MANAGER.to_owned(),
             instance: Some(instance.to_owned()),
         };
-        Self { recorder: Recorder::new(client.clone(), reporter), client, limit: CALL_LIMIT }
+        Self {
+            recorder: Recorder::new(client.clone(), reporter),
+            client,
+            limit: CALL_LIMIT,
+            binds: Arc::new(Semaphore::new(BINDS)),
+        }
     }
 
     /// The same with another deadline per call: for tests.
@@ -84,6 +97,17 @@ impl Cluster {
             Ok(Err(source)) => Err(failed(verb, object(), source)),
             Err(_) => Err(Error::ApiTimeout { verb, object: object(), limit: self.limit }),
         }
+    }
+
+    /// Like [`Self::call`], for the two writes of a bind, in turn. The deadline runs once it is this call's turn.
+    async fn call_in_turn<T>(
+        &self,
+        object: impl FnOnce() -> String,
+        work: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, Error> {
+        // The semaphore is never closed.
+        let _turn = self.binds.acquire().await;
+        self.call("POST", object, work).await
     }
 
     /// Reads a pod from the API server itself.
@@ -154,7 +178,7 @@ impl Cluster {
         let api = self.allocations(&object.namespace().unwrap_or_default());
         let params =
             PostParams { field_manager: Some(names::CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
-        self.call("POST", || format!("allocation {}", full_name(object)), api.create(&params, object)).await
+        self.call_in_turn(|| format!("allocation {}", full_name(object)), api.create(&params, object)).await
     }
 
     /// Binds a pod, this one and no later one of its name.
@@ -178,7 +202,7 @@ impl Cluster {
         let params = PostParams::default();
         let work = api.create_subresource::<Binding, Status>("binding", &pod.name, &params, &binding);
         let object = || format!("binding of pod {}/{} to node {node}", pod.namespace, pod.name);
-        self.call("POST", object, work).await.map(|_| ())
+        self.call_in_turn(object, work).await.map(|_| ())
     }
 
     /// Takes our finalizer off an allocation as it was last read; `None` when the object is gone.
@@ -352,5 +376,54 @@ fn absent_is_none<T>(result: Result<T, Error>) -> Result<Option<T>, Error> {
         Ok(value) => Ok(Some(value)),
         Err(error) if error.status().is_some_and(Status::is_not_found) => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use axum::body::Body;
+    use http::{Request, Response, StatusCode};
+    use tower::service_fn;
+
+    use super::*;
+
+    /// A burst of pods does not become a burst of connections; whoever waits for its turn is not late for that.
+    #[tokio::test(start_paused = true)]
+    async fn binds_write_in_turn_and_other_calls_do_not_wait() {
+        let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (counted, highest) = (Arc::clone(&now), Arc::clone(&most));
+        let service = service_fn(move |request: Request<kube::client::Body>| {
+            let (now, most) = (Arc::clone(&counted), Arc::clone(&highest));
+            async move {
+                let writes = request.method() == http::Method::POST;
+                if writes {
+                    most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                    tokio::time::sleep(CALL_LIMIT * 3 / 4).await;
+                    now.fetch_sub(1, Ordering::SeqCst);
+                }
+                let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 404,
+                    "reason": "NotFound", "message": ""});
+                let mut answer = Response::new(Body::from(status.to_string()));
+                *answer.status_mut() = StatusCode::NOT_FOUND;
+                Ok::<_, Infallible>(answer)
+            }
+        });
+        let cluster = Cluster::new(Client::new(service, "default"), "test");
+        let pod = PodRef { namespace: "ns".to_owned(), name: "p".to_owned(), uid: "u".into() };
+        let node = NodeName::from("n");
+        let binds = futures::future::join_all((0..100).map(|_| cluster.bind(&pod, &node)));
+        let begun = tokio::time::Instant::now();
+        let read = async {
+            tokio::task::yield_now().await;
+            cluster.pod("ns", "p").await.map(|found| (found.is_none(), begun.elapsed()))
+        };
+        let (bound, read) = tokio::join!(binds, read);
+        assert_eq!(most.load(Ordering::SeqCst), BINDS);
+        assert!(bound.iter().all(|result| result.as_ref().is_err_and(|error| error.code() == "ApiRefused")));
+        let (absent, waited) = read.unwrap();
+        assert!(absent && waited < CALL_LIMIT / 4, "{waited:?}");
     }
 }

@@ -16,7 +16,6 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
-use k8s_openapi::api::core::v1::Pod;
 use mullion_core::request::{PodRequest, RequestError, parse_pod};
 use mullion_core::units::NodeName;
 use mullion_telemetry::pod_span;
@@ -28,7 +27,9 @@ use crate::metrics::{CodeLabels, Metrics};
 use crate::store::Store;
 use bind::Binder;
 use cache::{Verdict, VerdictCache};
-use wire::{BindingArgs, BindingResult, ExtenderArgs, FailedNodes, FilterResult, HostPriority};
+use wire::{
+    BindingArgs, BindingResult, ExtenderArgs, FailedNodes, FilterResult, HostPriority, PodKey, PodText,
+};
 
 /// Largest body taken: a pod of the API server's limit (1.5 MiB in etcd, up to 3 MiB as JSON) and the names of
 /// 15,000 nodes, with room.
@@ -78,13 +79,12 @@ impl Extender {
     fn try_filter(&self, args: &ExtenderArgs) -> Result<FilterResult, Error> {
         let (pod, names) = args.parts()?;
         self.store.ready()?;
-        let request = match self.request(pod) {
+        let request = match self.request(pod)? {
             Ok(Some(request)) => request,
             Ok(None) => return Ok(FilterResult::all(names)),
             Err(error) => return Ok(unresolvable(names, &error)),
         };
-        let nodes: Vec<NodeName> = names.iter().map(|name| name.as_str().into()).collect();
-        let verdicts = self.verdicts(pod, &request, &nodes);
+        let verdicts = self.verdicts(&pod.key.uid, &request, names);
         let mut fitting = Vec::new();
         let (mut failed, mut unresolvable) = (FailedNodes::new(), FailedNodes::new());
         for (name, verdict) in names.iter().zip(verdicts) {
@@ -93,7 +93,7 @@ impl Extender {
                 Verdict::Refused(code) => {
                     self.metrics.refusals.get_or_create(&CodeLabels { code: code.as_str() }).inc();
                     let into = if code.unresolvable() { &mut unresolvable } else { &mut failed };
-                    into.insert(name.clone(), code.reason().to_owned());
+                    into.insert(name.clone(), code.reason().into());
                 }
             }
         }
@@ -117,23 +117,30 @@ impl Extender {
     pub fn prioritize(&self, args: &ExtenderArgs) -> Result<Vec<HostPriority>, Error> {
         let (pod, names) = args.parts()?;
         self.store.ready()?;
-        let scores: Vec<i64> = match self.request(pod) {
+        let scores: Vec<i64> = match self.request(pod)? {
             Ok(Some(request)) => {
-                let nodes: Vec<NodeName> = names.iter().map(|name| name.as_str().into()).collect();
-                self.verdicts(pod, &request, &nodes).iter().map(Verdict::score).collect()
+                self.verdicts(&pod.key.uid, &request, names).iter().map(Verdict::score).collect()
             }
             Ok(None) | Err(_) => vec![0; names.len()],
         };
         Ok(names.iter().zip(scores).map(|(host, score)| HostPriority { host: host.clone(), score }).collect())
     }
 
-    fn request(&self, pod: &Pod) -> Result<Option<PodRequest>, RequestError> {
-        let defaults = self.store.read(|facts| *facts.defaults());
-        parse_pod(&mullion_crds::pod::view(pod), &defaults)
+    /// What the pod asks for: as the watch has read it, else read from the call itself.
+    fn request(&self, pod: &PodText) -> Result<Result<Option<PodRequest>, RequestError>, Error> {
+        let PodKey { name, namespace, uid } = &pod.key;
+        let (seen, defaults) = self.store.read(|facts| {
+            let seen =
+                facts.pod(uid).filter(|seen| seen.pod.name == *name && seen.pod.namespace == *namespace);
+            (seen.map(|seen| seen.request.clone()), *facts.defaults())
+        });
+        match seen {
+            Some(request) => Ok(request),
+            None => Ok(parse_pod(&mullion_crds::pod::view(&pod.read()?), &defaults)),
+        }
     }
 
-    fn verdicts(&self, pod: &Pod, request: &PodRequest, nodes: &[NodeName]) -> Vec<Verdict> {
-        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+    fn verdicts(&self, uid: &str, request: &PodRequest, nodes: &[NodeName]) -> Vec<Verdict> {
         let (mut verdicts, remembered, own) = self.store.read(|facts| {
             let (verdicts, remembered) = self.cache.verdicts(request, nodes, facts.ledger());
             let own = facts.allocation_of_pod(uid).filter(|object| facts.usable(object));
@@ -153,11 +160,12 @@ impl Extender {
 }
 
 /// Every node is out, and taking pods off them would not help.
-fn unresolvable(names: &[String], error: &RequestError) -> FilterResult {
+fn unresolvable(names: &[NodeName], error: &RequestError) -> FilterResult {
     let reason = format!("{REQUEST_REFUSED} ({})", error.code());
+    let out = names.iter().map(|name| (name.clone(), reason.clone().into()));
     FilterResult {
         node_names: Some(Vec::new()),
-        failed_and_unresolvable_nodes: names.iter().map(|name| (name.clone(), reason.clone())).collect(),
+        failed_and_unresolvable_nodes: out.collect(),
         ..FilterResult::default()
     }
 }

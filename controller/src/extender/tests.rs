@@ -233,10 +233,34 @@ async fn a_pod_is_not_in_its_own_way() {
         args["Pod"]["metadata"]["uid"] = json!(uid);
         serde_json::from_value::<ExtenderArgs>(args).unwrap()
     };
-    assert_eq!(extender.filter(&ask(uid)).node_names, Some(vec!["idle".to_owned()]));
+    assert_eq!(extender.filter(&ask(uid)).node_names, Some(vec!["idle".into()]));
     assert_eq!(extender.prioritize(&ask(uid)).unwrap()[0].score, BEST);
     assert_eq!(extender.filter(&ask("another")).node_names, Some(vec![]));
     // Where nothing can start, an allocation changes nothing.
     extender.store.write(|facts| facts.fold(&Event::KubeNodeObserved(kube_node("idle", 0))));
     assert_eq!(extender.filter(&ask(uid)).node_names, Some(vec![]));
+}
+
+/// What a pod asks for is what the watch has read; only a pod that it has not shown yet is read from the call.
+#[tokio::test]
+async fn a_pod_is_read_once() {
+    let extender = extender(true);
+    let mut call = args(&json!({"nvidia.com/gpumem": "3000"}), &["small", "half", "idle"]);
+    let ask = |call: &Value| {
+        let args: ExtenderArgs = serde_json::from_value(call.clone()).unwrap();
+        extender.filter(&args).node_names.unwrap().len()
+    };
+    assert_eq!(ask(&call), 1, "not seen yet");
+    let seen: Value = args(&json!({"nvidia.com/gpumem": "100"}), &[])["Pod"].clone();
+    let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(seen).unwrap();
+    extender.store.write(|facts| facts.pod_seen(&pod));
+    assert_eq!(ask(&call), 3, "resources never change, so this shows where they come from");
+    call["Pod"]["metadata"]["name"] = json!("another");
+    assert_eq!(ask(&call), 1, "not the pod of that uid");
+    call["Pod"]["spec"]["containers"] = json!("x");
+    let broken: ExtenderArgs = serde_json::from_value(call.clone()).unwrap();
+    assert!(extender.filter(&broken).error.starts_with("ConfigValueInvalid: "));
+    assert_eq!(extender.prioritize(&broken).unwrap_err().code(), "ConfigValueInvalid");
+    call["Pod"] = json!({"metadata": {"uid": 7}});
+    assert_eq!(post(extender.clone(), "/filter", call.to_string()).await.0, 400);
 }

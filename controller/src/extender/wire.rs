@@ -1,25 +1,78 @@
 //! What kube-scheduler sends and reads: `k8s.io/kube-scheduler/extender/v1`, Go structs without JSON tags, so that
 //! field names are `PascalCase`. Go reads any case; so do we, as far as anything is known to send it.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
-use serde::{Deserialize, Serialize};
+use mullion_core::units::NodeName;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::value::RawValue;
 
 use crate::error::Error;
 
 /// Node name -> reason.
-pub type FailedNodes = BTreeMap<String, String>;
+pub type FailedNodes = BTreeMap<NodeName, Cow<'static, str>>;
+
+/// The pod of a call: who it is, and the rest as text. What it asks for is known from the watch as a rule, and a pod is
+/// a few KiB of JSON twice per pod.
+#[derive(Clone, Debug)]
+pub struct PodText {
+    /// Who it is.
+    pub key: PodKey,
+    text: Box<RawValue>,
+}
+
+/// Who a pod is.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub struct PodKey {
+    /// Name.
+    pub name: String,
+    /// Namespace.
+    pub namespace: String,
+    /// Uid.
+    pub uid: String,
+}
+
+#[derive(Deserialize)]
+struct Keyed {
+    #[serde(default)]
+    metadata: PodKey,
+}
+
+impl<'de> Deserialize<'de> for PodText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = Box::<RawValue>::deserialize(deserializer)?;
+        let keyed: Keyed = serde_json::from_str(text.get()).map_err(D::Error::custom)?;
+        Ok(Self { key: keyed.metadata, text })
+    }
+}
+
+impl PodText {
+    /// All of it.
+    ///
+    /// # Errors
+    /// [`Error::ConfigValue`] when it is no pod.
+    pub fn read(&self) -> Result<Pod, Error> {
+        serde_json::from_str(self.text.get()).map_err(|error| Error::ConfigValue {
+            field: "Pod",
+            value: error.to_string(),
+            fix: "send the pod as the API server shows it",
+        })
+    }
+}
 
 /// Body of filter and prioritize.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct ExtenderArgs {
     /// The pod to place.
     #[serde(rename = "Pod", alias = "pod", default)]
-    pub pod: Option<Box<Pod>>,
+    pub pod: Option<PodText>,
     /// The candidates: names, since we ask for `nodeCacheCapable: true`.
     #[serde(rename = "NodeNames", alias = "nodenames", alias = "nodeNames", default)]
-    pub node_names: Option<Vec<String>>,
+    pub node_names: Option<Vec<NodeName>>,
 }
 
 impl ExtenderArgs {
@@ -27,9 +80,9 @@ impl ExtenderArgs {
     ///
     /// # Errors
     /// [`Error::ConfigValue`] when one is missing: the scheduler's configuration is not ours.
-    pub fn parts(&self) -> Result<(&Pod, &[String]), Error> {
+    pub fn parts(&self) -> Result<(&PodText, &[NodeName]), Error> {
         let missing = |field, fix| Error::ConfigValue { field, value: String::new(), fix };
-        let pod = self.pod.as_deref().ok_or_else(|| missing("Pod", "send the pod to place"))?;
+        let pod = self.pod.as_ref().ok_or_else(|| missing("Pod", "send the pod to place"))?;
         let fix = "set nodeCacheCapable: true in the extender's entry of KubeSchedulerConfiguration";
         Ok((pod, self.node_names.as_deref().ok_or_else(|| missing("NodeNames", fix))?))
     }
@@ -37,7 +90,7 @@ impl ExtenderArgs {
     /// The pod's uid, or nothing.
     #[must_use]
     pub fn pod_uid(&self) -> &str {
-        self.pod.as_ref().and_then(|pod| pod.metadata.uid.as_deref()).unwrap_or_default()
+        self.pod.as_ref().map_or("", |pod| pod.key.uid.as_str())
     }
 
     /// How many candidates.
@@ -52,7 +105,7 @@ impl ExtenderArgs {
 #[serde(rename_all = "PascalCase")]
 pub struct FilterResult {
     /// Every node that fits.
-    pub node_names: Option<Vec<String>>,
+    pub node_names: Option<Vec<NodeName>>,
     /// Nodes where taking pods off could help.
     pub failed_nodes: FailedNodes,
     /// Nodes where it could not.
@@ -65,7 +118,7 @@ pub struct FilterResult {
 impl FilterResult {
     /// Every node fits.
     #[must_use]
-    pub fn all(names: &[String]) -> Self {
+    pub fn all(names: &[NodeName]) -> Self {
         Self { node_names: Some(names.to_vec()), ..Self::default() }
     }
 }
@@ -75,7 +128,7 @@ impl FilterResult {
 #[serde(rename_all = "PascalCase")]
 pub struct HostPriority {
     /// Node.
-    pub host: String,
+    pub host: NodeName,
     /// Higher is better.
     pub score: i64,
 }
