@@ -27,8 +27,8 @@ crds: ## Write crds/*.yaml anew from the Rust types
 demo: ## A cluster, Mullion and a GPU pod on this machine (KEEP=1 leaves it up)
 	@KEEP=$(KEEP) tests/demo
 
-soak: ## The end-to-end tests with all rounds of kill storms and outages (hours)
-	@MULLION_STORM_ROUNDS=20 MULLION_OUTAGE_SECONDS=120 tests/run setup parts e2e
+soak: ## The end-to-end tests with all rounds of kill storms and outages, then two minutes of fuzzing per reader (hours)
+	@MULLION_STORM_ROUNDS=20 MULLION_OUTAGE_SECONDS=120 tests/run setup parts e2e && fuzz/run 120
 
 bench: ## The figures of docs/benchmarks.md
 	@tests/bench/run
