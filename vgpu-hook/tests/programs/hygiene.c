@@ -13,10 +13,11 @@
 
 extern char **environ;
 
-static int entries(const char *path) {
+static int entries(const char *path, int from, int to) {
   int n = 0;
   DIR *folder = opendir(path);
-  while (readdir(folder)) n++;
+  for (struct dirent *entry; (entry = readdir(folder));)
+    if (entry->d_name[0] != '.' && atoi(entry->d_name) >= from && atoi(entry->d_name) < to) n++;
   closedir(folder);
   return n;
 }
@@ -37,8 +38,8 @@ static void tell(const char *when) {
   struct rlimit limit;
   getrlimit(RLIMIT_NOFILE, &limit);
   char cwd[4096];
-  printf("%s umask=%o handlers=%lx blocked=%d variables=%lx files=%d threads=%d limit=%lu cwd=%s\n", when, mask, handlers,
-         sigismember(&blocked, SIGUSR1), variables, entries("/proc/self/fd"), entries("/proc/self/task"),
+  printf("%s umask=%o handlers=%lx blocked=%d variables=%lx files=%d high-files=%d threads=%d limit=%lu cwd=%s\n", when, mask, handlers,
+         sigismember(&blocked, SIGUSR1), variables, entries("/proc/self/fd", 0, 512), entries("/proc/self/fd", 512, 1 << 30), entries("/proc/self/task", 0, 1 << 30),
          (unsigned long)limit.rlim_cur, getcwd(cwd, sizeof cwd));
 }
 
