@@ -52,6 +52,13 @@ pub fn library() -> PathBuf {
     library
 }
 
+/// The library that can be killed at named points (feature `fault-points`), for this machine.
+pub fn library_with_faults() -> PathBuf {
+    let library = built().join(format!("fault-points/{}-unknown-linux-gnu/libvgpu.so", std::env::consts::ARCH));
+    assert!(library.exists(), "no {}: `MULLION_HOOK_FEATURES=fault-points vgpu-hook/build …`", library.display());
+    library
+}
+
 /// Compiles C with `compiler`.
 pub fn compile(compiler: &str, sources: &[&Path], into: &Path, flags: &[&str]) {
     let output = Command::new(compiler)
