@@ -225,11 +225,11 @@ async fn compute_is_shared_as_asked() -> Result<()> {
         cards.insert(scope.allocation(&made).await?.spec.containers[0].devices[0].uuid.clone());
     }
     ensure!(cards.len() == 1, "{cards:?}");
-    let start = "vgpu-probe launch 20 2000 > /tmp/share 2>&1 </dev/null & echo started";
+    let start = "vgpu-probe launch 30 2000 > /tmp/share 2>&1 </dev/null & echo started";
     for (name, ..) in tenants {
         scope.exec(name, "main", &["sh", "-c", start])?;
     }
-    tokio::time::sleep(Duration::from_secs(21)).await;
+    tokio::time::sleep(Duration::from_secs(31)).await;
     for (name, _, want) in tenants {
         let share = eventually("its share", PATIENCE, || async {
             fact(&scope, name, "main", "cat /tmp/share").map(Some)

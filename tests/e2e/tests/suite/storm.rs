@@ -1,16 +1,20 @@
 //! `kill -9` at random moments while pods come and go: afterwards all records agree and nothing is left.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use base64::Engine as _;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams};
+use mullion_crds::VGPUAllocation;
 use mullion_crds::vgpuallocation::Phase;
 use mullion_e2e::Scope;
 use mullion_e2e::pods::{Build, slice_pod};
 use mullion_e2e::scope::{PATIENCE, eventually};
+use mullion_nodeagent::kubelet::podresources::ListPodResourcesRequest;
+use mullion_nodeagent::kubelet::podresources::pod_resources_lister_client::PodResourcesListerClient;
+use tonic::transport::Endpoint;
 
 /// A small generator of its own (`SplitMix64`), so that a round can be repeated from its printed seed.
 struct Dice(u64);
@@ -41,7 +45,7 @@ async fn records_agree(scope: &Scope, node: &str) -> Result<()> {
         })
         .filter_map(|p| p.uid())
         .collect();
-    let allocations = kube::Api::<mullion_crds::VGPUAllocation>::all(scope.client.clone())
+    let allocations = kube::Api::<VGPUAllocation>::all(scope.client.clone())
         .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
         .await?
         .items;
@@ -79,6 +83,7 @@ async fn records_agree(scope: &Scope, node: &str) -> Result<()> {
         ensure!(pods.contains(uid), "{node}: usage folder {folder} of a pod that is gone");
     }
     kubelet_agrees(scope, node, &pods, &grants)?;
+    pod_resources_agree(scope, node, &pods, &allocations).await?;
     // Who holds each card by the audit log: the pods of the allocations, and nobody else.
     let held: BTreeSet<String> = allocations
         .iter()
@@ -122,6 +127,52 @@ fn kubelet_agrees(
         known.insert(grant.chars().take(16).collect::<String>());
     }
     ensure!(known == *grants, "{node}: the kubelet knows {known:?}, the allocations {grants:?}");
+    Ok(())
+}
+
+/// What the kubelet tells monitors (`PodResources`) is what the allocations show: each container that runs has its ids, and
+/// nobody else has any.
+async fn pod_resources_agree(
+    scope: &Scope,
+    node: &str,
+    pods: &BTreeSet<String>,
+    allocations: &[VGPUAllocation],
+) -> Result<()> {
+    let run = std::env::var("MULLION_LAB_RUN").context("MULLION_LAB_RUN: run the tests with `lab enter`")?;
+    let socket = format!("unix://{run}/nodes/{node}/kubelet/pod-resources/kubelet.sock");
+    let channel = Endpoint::try_from(socket)?.connect().await.context("the kubelet's PodResources")?;
+    let answer = PodResourcesListerClient::new(channel).list(ListPodResourcesRequest {}).await?.into_inner();
+    let mut told: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
+    for pod in answer.pod_resources {
+        for container in pod.containers {
+            for devices in container.devices.into_iter().filter(|d| d.resource_name == "nvidia.com/gpu") {
+                let whose = (pod.namespace.clone(), pod.name.clone(), container.name.clone());
+                told.entry(whose).or_default().extend(devices.device_ids);
+            }
+        }
+    }
+    // Pods that are on their way out are still told of for a while.
+    let live: BTreeSet<(String, String)> = kube::Api::<k8s_openapi::api::core::v1::Pod>::all(scope.client.clone())
+        .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
+        .await?
+        .items
+        .into_iter()
+        .filter(|p| p.metadata.deletion_timestamp.is_none() && p.uid().is_some_and(|uid| pods.contains(&uid)))
+        .map(|p| (p.namespace().unwrap_or_default(), p.name_any()))
+        .collect();
+    told.retain(|(namespace, pod, _), _| live.contains(&(namespace.clone(), pod.clone())));
+    let mut shown = BTreeMap::new();
+    for allocation in allocations {
+        let whose = (allocation.namespace().unwrap_or_default(), allocation.spec.pod.name.clone());
+        if !live.contains(&whose) || !pods.contains(&allocation.spec.pod.uid) {
+            continue;
+        }
+        for container in allocation.status.iter().flat_map(|s| &s.containers) {
+            let ids: BTreeSet<String> = container.device_ids.iter().cloned().collect();
+            shown.insert((whose.0.clone(), whose.1.clone(), container.name.clone()), ids);
+        }
+    }
+    ensure!(told == shown, "{node}: PodResources tells {told:?}, the allocations {shown:?}");
     Ok(())
 }
 
