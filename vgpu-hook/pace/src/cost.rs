@@ -3,9 +3,14 @@
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
-/// One launch in this many is measured once a function is known, if it is short. Of those that take a millisecond one in
-/// eight is, and each that takes ten: there are few of them, and the two events cost nothing beside them.
-pub const SAMPLE_EVERY: u32 = 64;
+/// One launch in this many is measured of a function that is short and has been measured a few times, one in
+/// [`SAMPLE_EVERY_YOUNG`] until then. Of those that take a millisecond one in eight is, and each that takes ten: there are
+/// few of them, and the two events cost nothing beside them.
+pub const SAMPLE_EVERY: u32 = 256;
+/// One launch in this many of a short function with few measurements is measured.
+pub const SAMPLE_EVERY_YOUNG: u32 = 64;
+/// Measurements until a function is known well.
+const YOUNG: u32 = 8;
 /// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch once
 /// the measured one runs.
 pub const UNKNOWN_NS: u64 = 1_000_000;
@@ -133,6 +138,8 @@ pub enum Correction {
     Refund(u64),
 }
 
+/// One measurement counts for at most this many times the cost known before.
+const OUTLIER: u64 = 16;
 const ENTRIES: usize = 1024;
 const PROBES: usize = 16;
 const ENTRY_BITS: u32 = ENTRIES.trailing_zeros();
@@ -143,10 +150,12 @@ struct Entry {
     key: AtomicU64,
     /// Smoothed measured cost in ns; 0 = not measured yet.
     cost: AtomicU64,
-    /// ns charged to launches before the first measurement.
+    /// ns charged to the launches so far, while the function is young.
     charged: AtomicU64,
     /// Launches. Counted with plain loads and stores: a lost count shifts a sample by one launch.
     seen: AtomicU32,
+    /// Measurements, up to [`YOUNG`].
+    measured: AtomicU32,
 }
 
 impl Entry {
@@ -156,6 +165,7 @@ impl Entry {
             cost: AtomicU64::new(0),
             charged: AtomicU64::new(0),
             seen: AtomicU32::new(0),
+            measured: AtomicU32::new(0),
         }
     }
 
@@ -163,6 +173,7 @@ impl Entry {
         self.cost.store(0, Relaxed);
         self.charged.store(0, Relaxed);
         self.seen.store(0, Relaxed);
+        self.measured.store(0, Relaxed);
     }
 }
 
@@ -211,6 +222,7 @@ impl Costs {
             let every = match cost {
                 10_000_000.. => 1,
                 1_000_000.. => 8,
+                _ if entry.measured.load(Relaxed) < YOUNG => SAMPLE_EVERY_YOUNG,
                 _ => SAMPLE_EVERY,
             };
             let sample = measurable && seen.is_multiple_of(every);
@@ -234,23 +246,28 @@ impl Costs {
     pub fn book(&self, quote: &Quote) {
         let Some(entry) = quote.index.and_then(|i| self.entries.get(i)) else { return };
         entry.seen.store(entry.seen.load(Relaxed).wrapping_add(1), Relaxed);
-        if !quote.known {
+        if entry.measured.load(Relaxed) < YOUNG {
             entry.charged.store(entry.charged.load(Relaxed).saturating_add(quote.ns), Relaxed);
         }
     }
 
     /// Enters a measurement: the first counts whole and settles the launches before it, a later one counts a quarter.
+    ///
+    /// A measurement can be far too high, where the thread lost its CPU between event and launch, but not too low. So
+    /// while a function is young, one that is far below what is known takes its place, and settles again.
     pub fn measured(&self, key: Key, ns: u64) -> Correction {
         let Some(entry) = self.find(key).and_then(|i| self.entries.get(i)) else { return Correction::None };
         let ns = ns.clamp(1, 1 << 40);
-        let old = entry.cost.load(Relaxed);
-        if old != 0 {
+        let (old, measured) = (entry.cost.load(Relaxed), entry.measured.load(Relaxed));
+        entry.measured.store((measured + 1).min(YOUNG), Relaxed);
+        if old != 0 && (measured >= YOUNG || ns >= old / 4) {
+            let ns = ns.min(old.saturating_mul(OUTLIER));
             entry.cost.store(((old - old / 4) + ns / 4).max(1), Relaxed);
             return Correction::None;
         }
         entry.cost.store(ns, Relaxed);
-        let (due, charged) =
-            (ns.saturating_mul(entry.seen.load(Relaxed).into()), entry.charged.swap(0, Relaxed));
+        let due = ns.saturating_mul(entry.seen.load(Relaxed).into());
+        let charged = entry.charged.swap(due, Relaxed);
         match due.cmp(&charged) {
             core::cmp::Ordering::Equal => Correction::None,
             core::cmp::Ordering::Greater => Correction::Charge(due - charged),

@@ -11,7 +11,7 @@
 //! # What is measured and what is guessed
 //! * The utilisation that NVML shows is time: the share of a window in which the process had a kernel on the card. A
 //!   kernel of one block counts as much as one that fills the card. Shares here mean the same.
-//! * The cost of a launch is measured by a pair of events around one launch in 64 of each function and size of grid,
+//! * The cost of a launch is measured by a pair of events around one launch in 64, later in 256, of each function and size of grid,
 //!   and around each that takes 10 ms.
 //!   The time between them contains the time slices of other processes on the card, so it is too high on a busy card;
 //!   the scale takes that back.
@@ -38,8 +38,8 @@ mod steer;
 
 pub use bucket::{AHEAD_NS, Admission, Bucket, SLICE_NS, Terms};
 pub use cost::{
-    BURST_LAUNCHES, Correction, Costs, GRAPH_CLASS, Key, Progress, Quote, SAMPLE_EVERY, Size, UNKNOWN_NS,
-    guess_ns,
+    BURST_LAUNCHES, Correction, Costs, GRAPH_CLASS, Key, Progress, Quote, SAMPLE_EVERY, SAMPLE_EVERY_YOUNG,
+    Size, UNKNOWN_NS, guess_ns,
 };
 pub use sample::{MAX_WINDOW_NS, MIN_WINDOW_NS, Meter, Reading, STALE_NS};
 pub use steer::{MAX_SCALE, MIN_SCALE, Observation, SCALE_ONE, Steer};

@@ -2,7 +2,7 @@
 
 use mullion_pace::{
     Correction, Costs, Key, MAX_SCALE, MIN_SCALE, Meter, Observation, Progress, Reading, SAMPLE_EVERY,
-    SCALE_ONE, Size, Steer, UNKNOWN_NS, guess_ns,
+    SAMPLE_EVERY_YOUNG, SCALE_ONE, Size, Steer, UNKNOWN_NS, guess_ns,
 };
 use proptest::prelude::*;
 
@@ -84,6 +84,31 @@ fn a_measurement_that_waits_in_its_stream_or_fails_does_not_stop_the_others() {
     }
 }
 
+/// A thread may lose its CPU between the event and the launch.
+#[test]
+fn a_measurement_that_was_far_too_high_is_soon_forgotten() {
+    let costs = Costs::new();
+    let mut charged = 0;
+    let mut launch = || {
+        let quote = costs.quote(key(1), true, || 10_000, || Progress::None);
+        costs.book(&quote);
+        charged += quote.ns;
+        charged
+    };
+    let before = launch();
+    assert_eq!(costs.measured(key(1), 300 * MS), Correction::Charge(300 * MS - before));
+    let after = launch() - before;
+    assert_eq!(after, 300 * MS);
+    assert_eq!(costs.measured(key(1), 200_000), Correction::Refund(600 * MS - 400_000));
+    assert_eq!(costs.known_ns(key(1)), Some(200_000));
+    // Later one counts for 16 times what is known at most, and a quarter of that.
+    for _ in 0..8 {
+        let _ = costs.measured(key(1), 200_000);
+    }
+    assert_eq!(costs.measured(key(1), 900 * MS), Correction::None);
+    assert_eq!(costs.known_ns(key(1)), Some(150_000 + 4 * 200_000));
+}
+
 #[test]
 fn what_cannot_be_measured_is_charged_by_its_guess() {
     let costs = Costs::new();
@@ -96,10 +121,17 @@ fn what_cannot_be_measured_is_charged_by_its_guess() {
 
 #[test]
 fn short_launches_are_measured_seldom_and_long_ones_each() {
-    for (cost, every) in [(5_000, u64::from(SAMPLE_EVERY)), (2 * MS, 8), (20 * MS, 1)] {
+    for (cost, times, every) in [
+        (5_000, 1, u64::from(SAMPLE_EVERY_YOUNG)),
+        (5_000, 8, u64::from(SAMPLE_EVERY)),
+        (2 * MS, 8, 8),
+        (20 * MS, 8, 1),
+    ] {
         let costs = Costs::new();
-        let _ = costs.measured(key(4), cost);
-        let samples = (0..640)
+        for _ in 0..times {
+            let _ = costs.measured(key(4), cost);
+        }
+        let samples = (0..2560)
             .filter(|_| {
                 let quote = costs.quote(key(4), true, || 0, || Progress::None);
                 costs.book(&quote);
@@ -107,7 +139,7 @@ fn short_launches_are_measured_seldom_and_long_ones_each() {
                 quote.sample
             })
             .count();
-        assert_eq!(samples as u64, 640 / every, "{cost}");
+        assert_eq!(samples as u64, 2560 / every, "{cost}");
     }
 }
 

@@ -9,7 +9,7 @@
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::Ordering::Relaxed;
 
-use mullion_pace::{Key, Size};
+use mullion_pace::{Key, Size, Terms};
 
 use super::events::{Driver, Handle};
 use super::pacer::Request;
@@ -35,16 +35,47 @@ fn handle(pointer: *mut c_void) -> u64 {
     pointer.expose_provenance() as u64
 }
 
-#[inline]
-fn launch(request: &Request, call: impl FnOnce() -> CUresult) -> CUresult {
+/// Where a launch goes.
+enum Way {
+    /// Straight to the driver.
+    Free,
+    /// Through the bucket.
+    Pays(Lane<'static>, Terms),
+    /// Nowhere.
+    Refused(CUresult),
+}
+
+/// What every launch passes.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
+fn way(stream: CUstream, per_thread: bool) -> Way {
     match container::gate() {
         Gate::Limited(container) => match Lane::current(container) {
-            Some(lane) => PACER.launch(&lane, request, &Driver, call),
-            None => call(),
+            Some(lane) => match PACER.terms(&lane, || stream_of(stream, per_thread), &Driver) {
+                Some(terms) => Way::Pays(lane, terms),
+                None => Way::Free,
+            },
+            None => Way::Free,
         },
-        Gate::Open => call(),
-        Gate::Refused(refused) => refused,
+        Gate::Open => Way::Free,
+        Gate::Refused(refused) => Way::Refused(refused),
     }
+}
+
+/// Calls the driver when the launch's time has come. A macro, so that a launch that does not pay ends in a jump to the
+/// driver, with its arguments where they are.
+macro_rules! launch {
+    ($request:expr, $stream:expr, $per_thread:expr, $call:expr) => {
+        match way($stream, $per_thread) {
+            Way::Free => $call,
+            Way::Refused(refused) => refused,
+            Way::Pays(lane, terms) => {
+                let paid = PACER.pay(&lane, terms, &$request, &Driver);
+                let result = $call;
+                paid.end(result)
+            }
+        }
+    };
 }
 
 #[inline]
@@ -87,8 +118,7 @@ macro_rules! kernels {
             parameters: *mut *mut c_void, extra: *mut *mut c_void,
         ) -> CUresult {
             let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-            let request = kernel_request(function, grid, block, stream, $per_thread);
-            launch(&request, || {
+            launch!(kernel_request(function, grid, block, stream, $per_thread), stream, $per_thread, {
                 // SAFETY: the program's own arguments.
                 unsafe {
                     real(
@@ -130,8 +160,7 @@ macro_rules! cooperative_kernels {
             parameters: *mut *mut c_void,
         ) -> CUresult {
             let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-            let request = kernel_request(function, grid, block, stream, $per_thread);
-            launch(&request, || {
+            launch!(kernel_request(function, grid, block, stream, $per_thread), stream, $per_thread, {
                 // SAFETY: the program's own arguments.
                 unsafe {
                     real(
@@ -161,13 +190,15 @@ unsafe fn kernel_ex_in(
     extra: *mut *mut c_void,
     per_thread: bool,
 ) -> CUresult {
-    // SAFETY: the program's own arguments.
-    let call = || unsafe { real(config, function, parameters, extra) };
     // SAFETY: null, or the program's configuration.
-    match unsafe { config.as_ref() } {
-        Some(c) => launch(&kernel_request(function, c.grid, c.block, c.stream, per_thread), call),
-        None => call(),
-    }
+    let Some(c) = (unsafe { config.as_ref() }) else {
+        // SAFETY: the program's own arguments; the driver refuses them.
+        return unsafe { real(config, function, parameters, extra) };
+    };
+    launch!(kernel_request(function, c.grid, c.block, c.stream, per_thread), c.stream, per_thread, {
+        // SAFETY: the program's own arguments.
+        unsafe { real(config, function, parameters, extra) }
+    })
 }
 
 /// `cuLaunchKernelEx`.
@@ -226,9 +257,11 @@ pub(crate) unsafe fn legacy(
     real: unsafe extern "C" fn(CUfunction) -> CUresult,
     function: CUfunction,
 ) -> CUresult {
-    let request = kernel_request(function, [1; 3], LEGACY_BLOCK, core::ptr::null_mut(), false);
-    // SAFETY: the program's own argument.
-    launch(&request, || unsafe { real(function) })
+    let stream = core::ptr::null_mut();
+    launch!(kernel_request(function, [1; 3], LEGACY_BLOCK, stream, false), stream, false, {
+        // SAFETY: the program's own argument.
+        unsafe { real(function) }
+    })
 }
 
 /// `cuLaunchGrid`.
@@ -239,9 +272,11 @@ pub(crate) unsafe fn legacy_grid(
     height: c_int,
 ) -> CUresult {
     let grid = [width.unsigned_abs(), height.unsigned_abs(), 1];
-    let request = kernel_request(function, grid, LEGACY_BLOCK, core::ptr::null_mut(), false);
-    // SAFETY: the program's own arguments.
-    launch(&request, || unsafe { real(function, width, height) })
+    let stream = core::ptr::null_mut();
+    launch!(kernel_request(function, grid, LEGACY_BLOCK, stream, false), stream, false, {
+        // SAFETY: the program's own arguments.
+        unsafe { real(function, width, height) }
+    })
 }
 
 /// `cuLaunchGridAsync`.
@@ -253,9 +288,10 @@ pub(crate) unsafe fn legacy_grid_async(
     stream: CUstream,
 ) -> CUresult {
     let grid = [width.unsigned_abs(), height.unsigned_abs(), 1];
-    let request = kernel_request(function, grid, LEGACY_BLOCK, stream, false);
-    // SAFETY: the program's own arguments.
-    launch(&request, || unsafe { real(function, width, height, stream) })
+    launch!(kernel_request(function, grid, LEGACY_BLOCK, stream, false), stream, false, {
+        // SAFETY: the program's own arguments.
+        unsafe { real(function, width, height, stream) }
+    })
 }
 
 type GraphLaunch = unsafe extern "C" fn(CUgraphExec, CUstream) -> CUresult;
@@ -268,8 +304,15 @@ pub(crate) fn paced_graph(
     call: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let request =
-        Request { key: Key::graph(handle(graph)), size: None, stream: stream_of(stream, per_thread) };
-    launch(&request, call)
+        || Request { key: Key::graph(handle(graph)), size: None, stream: stream_of(stream, per_thread) };
+    match way(stream, per_thread) {
+        Way::Free => call(),
+        Way::Refused(refused) => refused,
+        Way::Pays(lane, terms) => {
+            let paid = PACER.pay(&lane, terms, &request(), &Driver);
+            paid.end(call())
+        }
+    }
 }
 
 /// `cuGraphLaunch`.

@@ -1,11 +1,27 @@
 //! What a launch on one card has to do with: the card's words in the two files.
 
+use core::sync::atomic::AtomicU8;
 use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_pace::policy::{self, Policy};
 use mullion_pace::{Bucket, Terms};
 
+use super::events::device_count;
 use crate::container::{Card, CardWords, Container, HamiTail, Page, PageCard};
+
+/// The place of the only card of this process, or one of the two below. A forked child has the same cards.
+static ONLY: AtomicU8 = AtomicU8::new(NOT_ASKED);
+const NOT_ASKED: u8 = u8::MAX;
+const MANY: u8 = u8::MAX - 1;
+
+/// Finds out whether there is a choice of cards; the current one.
+#[cold]
+fn only(container: &Container) -> Option<&Card> {
+    let mut cards = container.cards();
+    let only = cards.next().filter(|_| cards.next().is_none() && device_count() == Some(1));
+    ONLY.store(only.map_or(MANY, |card| card.index), Relaxed);
+    only.or_else(|| container.current_card())
+}
 
 /// A card of the container, as a launch sees it.
 #[derive(Clone, Copy, Debug)]
@@ -36,10 +52,16 @@ impl<'a> Lane<'a> {
         }
     }
 
-    /// The lane of the current card, where that is one of the container's.
+    /// The lane of the current card, where that is one of the container's. The driver is asked only where there is a
+    /// choice.
     #[inline]
     pub(crate) fn current(container: &'a Container) -> Option<Self> {
-        container.current_card().map(|card| Self::of(container, card))
+        let card = match ONLY.load(Relaxed) {
+            NOT_ASKED => only(container),
+            MANY => container.current_card(),
+            index => container.card_at(index),
+        };
+        card.map(|card| Self::of(container, card))
     }
 
     /// The lanes of all cards.

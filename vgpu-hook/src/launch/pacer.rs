@@ -8,7 +8,7 @@ use mullion_pace::{Admission, Correction, Costs, Key, Progress, Quote, SLICE_NS,
 use mullion_region::MAX_DEVICES;
 
 use super::Lane;
-use super::events::{Events, Handle, Measured, Sampler};
+use super::events::{Events, Handle, Measured, Measuring, Sampler};
 use crate::cuda::CUresult;
 use crate::sys::{clock, futex_wait};
 
@@ -56,6 +56,30 @@ pub(super) struct Pacer {
     local: [Local; MAX_DEVICES],
 }
 
+/// A launch that has paid.
+pub(super) struct Paid<'a, E: Events> {
+    pacer: &'a Pacer,
+    lane: Lane<'a>,
+    ns: u64,
+    terms: Terms,
+    measuring: Option<Measuring>,
+    events: &'a E,
+}
+
+impl<E: Events> Paid<'_, E> {
+    /// After the driver's answer: ends the measurement; a launch that failed is given back.
+    #[inline]
+    pub(super) fn end(self, result: CUresult) -> CUresult {
+        if let Some(measuring) = self.measuring {
+            self.pacer.sampler.end(measuring, result, self.events);
+        }
+        if !result.is_ok() {
+            self.lane.bucket().refund(clock::coarse_ns(), self.ns, self.terms);
+        }
+        result
+    }
+}
+
 impl Pacer {
     pub(super) const fn new() -> Self {
         Self {
@@ -74,8 +98,23 @@ impl Pacer {
         }
     }
 
-    /// Lets `request` go to the driver by `call` when its time has come.
+    /// What every launch passes: whether it has to pay, and on what terms.
     #[inline]
+    pub(super) fn terms(
+        &self,
+        lane: &Lane<'_>,
+        stream: impl FnOnce() -> Handle,
+        events: &impl Events,
+    ) -> Option<Terms> {
+        if self.captures.load(Relaxed) != 0 && events.capturing(stream()) {
+            return None;
+        }
+        self.stamp(lane);
+        lane.terms()
+    }
+
+    /// Lets `request` go to the driver by `call` when its time has come.
+    #[cfg(test)]
     pub(super) fn launch(
         &self,
         lane: &Lane<'_>,
@@ -83,14 +122,41 @@ impl Pacer {
         events: &impl Events,
         call: impl FnOnce() -> CUresult,
     ) -> CUresult {
-        if self.captures.load(Relaxed) != 0 && events.capturing(request.stream) {
-            return call();
-        }
-        self.stamp(lane);
-        match lane.terms() {
+        match self.terms(lane, || request.stream, events) {
             None => call(),
-            Some(terms) => self.limited(lane, terms, request, events, call),
+            Some(terms) => {
+                let paid = self.pay(lane, terms, request, events);
+                let result = call();
+                paid.end(result)
+            }
         }
+    }
+
+    /// Waits until `request` may go, and begins to measure it where that is due.
+    #[inline(never)]
+    pub(super) fn pay<'a, E: Events>(
+        &'a self,
+        lane: &Lane<'a>,
+        terms: Terms,
+        request: &Request,
+        events: &'a E,
+    ) -> Paid<'a, E> {
+        let measurable = self.captures.load(Relaxed) == 0;
+        let mut paid = Paid { pacer: self, lane: *lane, ns: 0, terms, measuring: None, events };
+        if let Some(quote) = self.admit(lane, terms, request, measurable, events) {
+            self.book(lane, &quote);
+            paid.ns = quote.ns;
+            if quote.sample {
+                paid.measuring = self.begin_measuring(lane, request, events);
+            }
+        }
+        paid
+    }
+
+    #[cold]
+    fn begin_measuring(&self, lane: &Lane<'_>, request: &Request, events: &impl Events) -> Option<Measuring> {
+        self.poll(lane, events);
+        self.sampler.begin(lane.index, request.key, request.stream, events)
     }
 
     /// Admits `request` on a card that it is not launched from.
@@ -113,43 +179,8 @@ impl Pacer {
         let quiet = lane.tail.recent_kernel.load(Relaxed) == JUST_LAUNCHED;
         if !quiet || beat != local.beat.load(Relaxed) || launches.is_multiple_of(STAMP_EVERY) {
             local.beat.store(beat, Relaxed);
-            pass_gate(lane);
-            renew_stamps(lane);
-            lane.words.spent_ns.fetch_add(local.spent_ns.swap(0, Relaxed), Relaxed);
+            renew(lane, local);
         }
-    }
-
-    #[inline]
-    fn limited(
-        &self,
-        lane: &Lane<'_>,
-        terms: Terms,
-        request: &Request,
-        events: &impl Events,
-        call: impl FnOnce() -> CUresult,
-    ) -> CUresult {
-        let measurable = self.captures.load(Relaxed) == 0;
-        let Some(quote) = self.admit(lane, terms, request, measurable, events) else {
-            return call();
-        };
-        self.book(lane, &quote);
-        let result = if quote.sample { self.measured(lane, request, events, call) } else { call() };
-        if !result.is_ok() {
-            lane.bucket().refund(clock::coarse_ns(), quote.ns, terms);
-        }
-        result
-    }
-
-    #[cold]
-    fn measured(
-        &self,
-        lane: &Lane<'_>,
-        request: &Request,
-        events: &impl Events,
-        call: impl FnOnce() -> CUresult,
-    ) -> CUresult {
-        self.poll(lane, events);
-        self.sampler.measure(lane.index, request.key, request.stream, events, call)
     }
 
     #[inline]
@@ -294,7 +325,10 @@ fn pass_gate(lane: &Lane<'_>) {
     }
 }
 
-fn renew_stamps(lane: &Lane<'_>) {
+#[cold]
+fn renew(lane: &Lane<'_>, local: &Local) {
+    pass_gate(lane);
+    lane.words.spent_ns.fetch_add(local.spent_ns.swap(0, Relaxed), Relaxed);
     let recent = &lane.tail.recent_kernel;
     let value = recent.load(Relaxed);
     if value >= 0 && value != JUST_LAUNCHED {
