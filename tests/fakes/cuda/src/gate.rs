@@ -107,6 +107,9 @@ pub(crate) fn open(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_in
 
 /// Runs a body that needs no `cuInit`.
 pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_int {
+    if stub() {
+        return answer(body());
+    }
     let code = answer(site.enter().and_then(|()| body()));
     if TRACE.load(Relaxed) {
         trace(site.name, code);

@@ -156,9 +156,7 @@ fn no_status() -> Out<c_uint> {
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuGetExportTable(table: Out<Opaque>, id: Out<Uuid>) -> c_int {
     gate::early(&site::cuGetExportTable, || {
-        let found = crate::export_table::find(&id.get()?.bytes);
-        log(&format!("table:{:02x?}", id.get()?.bytes), 0, 0, if found.is_some() { "known" } else { "-" });
-        let found = found.ok_or(Code::NOT_FOUND)?;
+        let found = crate::export_table::find(&id.get()?.bytes).ok_or(Code::NOT_FOUND)?;
         table.cast::<*const ()>().put(found)
     })
 }

@@ -27,6 +27,8 @@ pub(crate) struct Objects {
     pub(crate) graph_memory: HashMap<DevicePtr, GraphMemory>,
     /// By ordinal.
     pub(crate) graph_pools: HashMap<usize, GraphPool>,
+    /// The runtime's values by context and key.
+    pub(crate) storage: HashMap<(Handle, usize), usize>,
     pub(crate) arrays: HashMap<Handle, Array>,
     pub(crate) pools: HashMap<Handle, Pool>,
     /// By ordinal.
@@ -64,6 +66,7 @@ impl Driver {
         self.free_context_arrays(context);
         self.objects.opened_users.retain(|address, _| self.allocs.contains_key(address));
         self.objects.opened.retain(|_, address| self.allocs.contains_key(address));
+        self.objects.storage.retain(|(owner, _), _| *owner != context);
         self.objects.streams.retain(|_, s| s.context != context);
         self.objects.events.retain(|_, e| e.context != context);
     }

@@ -98,6 +98,8 @@ pub(crate) struct Space {
     pub(crate) start: u64,
     /// Whether there is memory behind the addresses.
     pub(crate) backed: bool,
+    /// Blocks that something was copied to, by number.
+    touched: BTreeSet<u64>,
 }
 
 impl Space {
@@ -106,7 +108,7 @@ impl Space {
         let first = mapped.map_or(NUMBERS, |start| round_up(start, BLOCK));
         let mut free = Ranges::default();
         free.put(first, RANGE - 2 * BLOCK);
-        Self { free, start: first, backed: mapped.is_some() }
+        Self { free, start: first, backed: mapped.is_some(), touched: BTreeSet::new() }
     }
 
     /// Addresses for `length` bytes, a multiple of [`BLOCK`].
@@ -120,10 +122,17 @@ impl Space {
     }
 
     pub(crate) fn give(&mut self, start: u64, length: u64) {
-        if self.backed && length >= BLOCK {
+        let blocks = start / BLOCK..(start + length).div_ceil(BLOCK);
+        if self.touched.range(blocks.clone()).next().is_some() {
+            self.touched.retain(|b| !blocks.contains(b));
             forget(start, length);
         }
         self.free.give(start, length, u64::MAX);
+    }
+
+    /// Notes that the program wrote to a range.
+    pub(crate) fn touch(&mut self, address: u64, length: u64) {
+        self.touched.extend(address / BLOCK..(address + length).div_ceil(BLOCK));
     }
 
     /// Whether both ends of the range are ours and memory.

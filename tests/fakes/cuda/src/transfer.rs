@@ -21,7 +21,7 @@ enum End {
 
 impl Driver {
     /// The address to copy at; none when there is no memory behind it.
-    fn end(&self, end: End, length: u64) -> Result<Option<usize>, Code> {
+    fn end(&mut self, end: End, length: u64) -> Result<Option<usize>, Code> {
         let address = match end {
             End::Host(address) => address,
             End::Any(address) if self.containing(address).is_none() => address,
@@ -35,6 +35,7 @@ impl Driver {
                 if !self.space.holds(address, length) {
                     return Ok(None);
                 }
+                self.space.touch(address, length);
                 address
             }
         };
@@ -44,7 +45,7 @@ impl Driver {
         Ok(usize::try_from(address).ok())
     }
 
-    fn copy(&self, to: End, from: End, length: usize) -> Result<(), Code> {
+    fn copy(&mut self, to: End, from: End, length: usize) -> Result<(), Code> {
         self.current()?;
         if length == 0 {
             return Ok(());
@@ -66,7 +67,7 @@ impl Driver {
         }
     }
 
-    fn fill(&self, at: DevicePtr, value: &[u8], count: usize) -> Result<(), Code> {
+    fn fill(&mut self, at: DevicePtr, value: &[u8], count: usize) -> Result<(), Code> {
         self.current()?;
         if !at.is_multiple_of(value.len() as u64) {
             return Err(Code::INVALID_VALUE);
@@ -86,7 +87,7 @@ impl Driver {
     }
 
     fn fill_rows(
-        &self,
+        &mut self,
         at: DevicePtr,
         pitch: usize,
         value: &[u8],
@@ -106,7 +107,7 @@ impl Driver {
         }
     }
 
-    fn copy_2d(&self, copy: &Copy2d) -> Result<(), Code> {
+    fn copy_2d(&mut self, copy: &Copy2d) -> Result<(), Code> {
         self.current()?;
         let end = |side: &Side2d, row: usize| {
             let offset = (side.x + (side.y + row) * side.pitch) as u64;

@@ -247,7 +247,11 @@ fn a_destroyed_pool_goes_with_its_last_allocation() {
 fn a_handle_lives_while_it_is_held_or_mapped() {
     let cuda = Cuda::ready(&[]);
     let (mut handle, mut again, mut range) = (0_u64, 0_u64, 0_u64);
-    assert_eq!(call!(cuda.cuMemCreate(&mut handle, 3 * MIB, &mut on_card_zero(), 0)), 1, "no multiple of 2 MiB");
+    assert_eq!(
+        call!(cuda.cuMemCreate(&mut handle, 3 * MIB, &mut on_card_zero(), 0)),
+        1,
+        "no multiple of 2 MiB"
+    );
     ok!(cuda.cuMemCreate(&mut handle, 6 * MIB, &mut on_card_zero(), 0));
     assert_eq!(cuda.beyond(), 6 * MIB);
     ok!(cuda.cuMemAddressReserve(&mut range, 16 * MIB, 0, 0, 0));
@@ -288,7 +292,11 @@ fn what_others_own_is_not_given_twice() {
     let mut description = [0_u64; 13];
     (description[0], description[3]) = (1, 8 * MIB);
     ok!(cuda.cuImportExternalMemory(&mut memory, &mut description));
-    ok!(cuda.cuExternalMemoryGetMappedBuffer(&mut buffer, memory, &mut [0_u64, 8 * MIB, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+    ok!(cuda.cuExternalMemoryGetMappedBuffer(
+        &mut buffer,
+        memory,
+        &mut [0_u64, 8 * MIB, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    ));
     assert_eq!(cuda.beyond(), 0);
     ok!(cuda.cuMemFree_v2(buffer));
     ok!(cuda.cuDestroyExternalMemory(memory));

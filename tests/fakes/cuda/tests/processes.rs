@@ -270,7 +270,8 @@ fn the_memory_of_scripted_processes_is_not_to_be_had() {
     if fake_state::verb::apply(&node.store, &line).is_err() {
         node.store
             .update(|state| {
-                let process = fake_state::Process { pid: 4242, memory_mib: 20_000, sm_percent: 0, gpu_instance: None };
+                let process =
+                    fake_state::Process { pid: 4242, memory_mib: 20_000, sm_percent: 0, gpu_instance: None };
                 state.cards[0].processes.push(process);
                 Ok::<_, fake_state::Error>(())
             })
@@ -317,7 +318,8 @@ fn rivals_share_the_time_of_a_card_and_nvml_samples_it() {
     idle.end();
     programs.remove(0).end();
     let nobody = || matches!(card.process_utilization_stats(now_us()), Ok(s) if s.is_empty());
-    assert!(within(5, || nobody() || matches!(card.process_utilization_stats(now_us()), Err(NvmlError::NotFound))));
+    assert!(within(5, || nobody()
+        || matches!(card.process_utilization_stats(now_us()), Err(NvmlError::NotFound))));
 }
 
 fn now_us() -> u64 {

@@ -90,7 +90,8 @@ fn graphs_run_their_kernels() {
 fn a_captured_stream_runs_when_its_graph_does() {
     let cuda = Cuda::ready(SIMULATED);
     let kernel = cuda.kernel(c"busy_3ms");
-    let (mut stream, mut side, mut event, mut graph, mut exec, mut p) = (0_u64, 0_u64, 0_u64, 0_u64, 0_u64, 0_u64);
+    let (mut stream, mut side, mut event, mut graph, mut exec, mut p) =
+        (0_u64, 0_u64, 0_u64, 0_u64, 0_u64, 0_u64);
     ok!(cuda.cuStreamCreate(&mut stream, 1));
     ok!(cuda.cuStreamCreate(&mut side, 1));
     ok!(cuda.cuEventCreate(&mut event, 0));

@@ -58,7 +58,9 @@ pub(crate) fn busy(live: &Live, card: usize, since_us: u64) -> Vec<Busy> {
     let samples = samples.map(|s| Busy {
         pid: s.pid,
         at_us: now_us.saturating_sub(now.saturating_sub(s.end) / 1000),
-        percent: u32::try_from((s.busy * 100 + work::WINDOW_NS / 2) / work::WINDOW_NS).unwrap_or(100).min(100),
+        percent: u32::try_from((s.busy * 100 + work::WINDOW_NS / 2) / work::WINDOW_NS)
+            .unwrap_or(100)
+            .min(100),
     });
     samples.filter(|s| s.at_us > since_us).collect()
 }

@@ -12,8 +12,8 @@ use fake_state::live::layout::CARDS;
 use fake_state::{Card, ComputeInstance, GpuInstance, NodeState, STATE_ENV, Store, calls};
 
 use crate::code::Code;
-use crate::live;
 use crate::handles::{self, Handle, Identity};
+use crate::live;
 
 struct Library {
     /// Inits without a shutdown.
