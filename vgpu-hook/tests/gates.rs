@@ -1,4 +1,10 @@
 //! What must hold of the built library so that every program of a container can load it.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
 
 mod common;
 

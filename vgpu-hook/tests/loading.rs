@@ -1,5 +1,11 @@
 //! Programs under the preloaded library: they start, find what they find without it, and get wrappers for the driver's
 //! functions whichever way they ask.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
 
 mod common;
 
@@ -83,7 +89,7 @@ fn static_programs_start_as_without_it() {
     }
 }
 
-/// A program built with AddressSanitizer insists on being first, before any preloaded library, and says how to let it be.
+/// A program built with `AddressSanitizer` insists on being first, before any preloaded library, and says how to let it be.
 #[test]
 #[ignore = "needs the built library"]
 fn programs_with_address_sanitizer_start_by_their_documented_way_out() {
@@ -116,7 +122,7 @@ fn exported(file: &Path, step: usize) -> Vec<String> {
     let mut names: Vec<String> = image
         .dynamic_symbols()
         .filter(|symbol| symbol.is_definition())
-        .filter_map(|symbol| symbol.name().ok().map(str::to_owned))
+        .filter_map(|symbol| symbol.name().map(str::to_owned).ok())
         .filter(|name| !name.starts_with("GLIBC") && name.len() < 90)
         // These four the library does stand in for.
         .filter(|name| !matches!(name.as_str(), "dlsym" | "dlvsym" | "dlopen" | "dlmopen"))
@@ -329,25 +335,19 @@ fn check_probe(probe: &Probe) {
 #[ignore = "needs the built library"]
 fn every_function_is_reached_in_every_way_with_its_own_form() {
     let folder = scratch();
-    let from = std::time::Instant::now();
     let with = probe(folder.path(), "gcc", preloaded);
     check_probe(&with);
     // Status and result are the driver's own.
-    let again = std::time::Instant::now();
     let without = run(plain(&folder.path().join("probe")).env("LD_LIBRARY_PATH", folder.path())).quiet();
     let statuses = |text: &str| {
         text.lines().filter(|line| line.starts_with("status")).map(str::to_owned).collect::<Vec<_>>()
     };
     assert!(statuses(&without).len() > 5000);
     assert_eq!(statuses(&with.text), statuses(&without));
-    let with_again = again.elapsed();
+    // All of it, some 20,000 look-ups, within the second that the report gives to one.
+    let start = std::time::Instant::now();
     run(preloaded(&folder.path().join("probe")).env("LD_LIBRARY_PATH", folder.path())).quiet();
-    assert!(
-        again.elapsed() - with_again < std::time::Duration::from_secs(1),
-        "{:?} {:?}",
-        from.elapsed(),
-        with_again
-    );
+    assert!(start.elapsed() < std::time::Duration::from_secs(1), "{:?}", start.elapsed());
 }
 
 /// A form of the future, at an address that nothing explains, is the driver's where nothing is limited.

@@ -2,6 +2,7 @@
 //! running programs.
 
 #![allow(dead_code, reason = "each test program uses a part")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot be set up has failed")]
 
 pub mod stub;
 
@@ -54,8 +55,13 @@ pub fn library() -> PathBuf {
 
 /// The library that can be killed at named points (feature `fault-points`), for this machine.
 pub fn library_with_faults() -> PathBuf {
-    let library = built().join(format!("fault-points/{}-unknown-linux-gnu/libvgpu.so", std::env::consts::ARCH));
-    assert!(library.exists(), "no {}: `MULLION_HOOK_FEATURES=fault-points vgpu-hook/build …`", library.display());
+    let library =
+        built().join(format!("fault-points/{}-unknown-linux-gnu/libvgpu.so", std::env::consts::ARCH));
+    assert!(
+        library.exists(),
+        "no {}: `MULLION_HOOK_FEATURES=fault-points vgpu-hook/build …`",
+        library.display()
+    );
     library
 }
 
