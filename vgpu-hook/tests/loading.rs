@@ -246,6 +246,7 @@ fn probe(folder: &Path, compiler: &str, start: impl Fn(&Path) -> Command) -> Pro
         "struct linked { const char *name; void *address; };\nstruct triple { const char *name; int version; unsigned long flags; };\n",
     );
     let mut symbols: Vec<&str> = forms.iter().map(|form| form.symbol).collect();
+    symbols.extend(stub::NVML);
     symbols.sort_unstable();
     for symbol in &symbols {
         writeln!(tables, "extern int {symbol}(void);").unwrap();
@@ -265,10 +266,10 @@ fn probe(folder: &Path, compiler: &str, start: impl Fn(&Path) -> Command) -> Pro
     let source = folder.join("tables.c");
     std::fs::write(&source, tables).unwrap();
     let into = folder.join("probe");
-    let cuda = driver.join("libcuda.so.1");
+    let (cuda, nvml) = (driver.join("libcuda.so.1"), driver.join("libnvidia-ml.so.1"));
     compile(
         compiler,
-        &[&program("probe.c"), &source, &cuda],
+        &[&program("probe.c"), &source, &cuda, &nvml],
         &into,
         &["-fPIE", "-pie", "-Wl,--no-as-needed"],
     );
@@ -304,7 +305,11 @@ fn triples_of(forms: &[stub::Form]) -> Vec<(&'static str, u32, u64)> {
 fn check_probe(probe: &Probe) {
     let forms = stub::forms();
     let hooked: Vec<&str> = vgpu::exported_names().collect();
-    let image = |symbol: &str| if hooked.contains(&symbol) { "libvgpu.so" } else { "libcuda.so.1" };
+    let image = |symbol: &str| match symbol {
+        _ if hooked.contains(&symbol) => "libvgpu.so",
+        _ if symbol.starts_with("nvml") => "libnvidia-ml.so.1",
+        _ => "libcuda.so.1",
+    };
     let mut ways: BTreeMap<&str, usize> = BTreeMap::new();
     for ((way, name, version, flags), (symbol, found_in)) in &probe.answers {
         *ways.entry(way).or_default() += 1;
@@ -327,7 +332,7 @@ fn check_probe(probe: &Probe) {
         ["all", "default", "handle", "link", "next", "v1", "v2"]
     );
     assert!(ways.values().all(|&count| count >= forms.len()), "{ways:?}");
-    assert!(probe.text.ends_with("init 0\n"), "{}", probe.text.lines().last().unwrap_or_default());
+    assert!(probe.text.ends_with("init 0\nnvml 0\n"), "{}", probe.text.lines().last().unwrap_or_default());
 }
 
 // HK-03: every symbol by every way, over a driver whose start calls back into exported symbols.
@@ -388,6 +393,25 @@ fn deep_binding_does_not_escape_a_limit() {
             .env("CUDA_DEVICE_MEMORY_SHARED_CACHE", folder.path().join("usage.cache")),
     );
     assert_eq!(limited, "libvgpu.so\n");
+}
+
+/// The loader looks at the caller: a library finds what lies in its own folder as without this library in between.
+#[test]
+#[ignore = "needs the built library"]
+fn a_library_opens_what_lies_beside_it() {
+    let folder = scratch();
+    std::fs::create_dir(folder.path().join("inner")).unwrap();
+    compile("gcc", &[&program("later.c")], &folder.path().join("inner/beside.so"), &["-shared", "-fPIC"]);
+    let opens = build(&folder, "opens.so", &["-shared", "-fPIC", "-Wl,-rpath,$ORIGIN/inner"]);
+    let opener = build(&folder, "opener", &[]);
+    for limit in [None, Some("1g")] {
+        let mut command = preloaded(&opener);
+        command.arg(&opens);
+        if let Some(limit) = limit {
+            command.env("CUDA_DEVICE_MEMORY_LIMIT", limit);
+        }
+        assert_eq!(run(&mut command).quiet(), run(plain(&opener).arg(&opens)).quiet());
+    }
 }
 
 #[test]

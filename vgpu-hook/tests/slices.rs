@@ -129,6 +129,23 @@ fn the_process_is_left_as_it_is_under_a_limit() {
     assert_eq!(last(&text), last(&without), "{text}");
 }
 
+/// What is loaded into another namespace cannot be held to the limit: the usage file says that it happened.
+#[test]
+#[ignore = "needs the built library"]
+fn other_namespaces_are_counted() {
+    // `mullion_region::extension`: the hot part, and in it the escapes.
+    const ESCAPES_AT: usize = 2_011_136 + 40;
+    let place = Place::new();
+    let escape = place.build("escape");
+    let run_it = |limit| run(&mut place.limited(&escape, limit)).quiet();
+    assert_eq!(run_it(None), "other same init 0\n");
+    for times in 1..=2_u64 {
+        assert_eq!(run_it(Some(2)), "other same init 0\n");
+        let file = std::fs::read(place.path("usage.cache")).unwrap();
+        assert_eq!(file[ESCAPES_AT..ESCAPES_AT + 8], times.to_le_bytes());
+    }
+}
+
 // HK-07
 #[test]
 #[ignore = "needs the built library"]

@@ -23,14 +23,14 @@ static void say(const char *way, const char *name, int version, unsigned long fl
 }
 
 int main(void) {
-  void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *all = dlopen(NULL, RTLD_LAZY);
-  if (!cuda) { puts(dlerror()); return 1; }
+  void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *all = dlopen(NULL, RTLD_LAZY), *nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+  if (!cuda || !nvml) { puts(dlerror()); return 1; }
   for (int i = 0; i < linked_count; i++) {
     const char *name = linked[i].name;
     say("link", name, 0, 0, linked[i].address);
     say("default", name, 0, 0, dlsym(RTLD_DEFAULT, name));
     say("next", name, 0, 0, dlsym(RTLD_NEXT, name));
-    say("handle", name, 0, 0, dlsym(cuda, name));
+    say("handle", name, 0, 0, dlsym(name[0] == 'n' ? nvml : cuda, name));
     say("all", name, 0, 0, dlsym(all, name));
   }
   int (*get1)(const char *, void **, int, unsigned long) = 0;
@@ -49,5 +49,6 @@ int main(void) {
   }
   int (*init)(unsigned) = (int (*)(unsigned))dlsym(cuda, "cuInit");
   printf("init %d\n", init(0));
+  printf("nvml %d\n", ((int (*)(void))dlsym(nvml, "nvmlInit_v2"))());
   return 0;
 }
