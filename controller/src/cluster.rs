@@ -229,6 +229,31 @@ impl Cluster {
         absent_is_none(found)
     }
 
+    /// Gives an allocation as it was last read a new version, so that nobody undoes it by what was read before; `None`
+    /// when the object is gone.
+    ///
+    /// # Errors
+    /// See [`Self::call`]; a conflict means that it has changed since.
+    pub async fn take_up(&self, seen: &VGPUAllocation) -> Result<Option<VGPUAllocation>, Error> {
+        let namespace = seen.namespace().unwrap_or_default();
+        let version = seen.resource_version();
+        let patch = json!({"metadata": {
+            "uid": seen.uid(),
+            "resourceVersion": version,
+            // Another value each time: a patch that changes nothing makes no version.
+            "annotations": {names::TAKEN_UP_ANNOTATION: version.clone().unwrap_or_default()},
+        }});
+        let api = self.allocations(&namespace);
+        let params = PatchParams {
+            field_manager: Some(names::CONTROLLER_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
+        let name = seen.name_any();
+        let object = || format!("allocation {namespace}/{name}");
+        let patch = Patch::Merge(&patch);
+        absent_is_none(self.call("PATCH", object, api.patch(&name, &params, &patch)).await)
+    }
+
     /// Deletes an allocation, this one in this version and no other.
     ///
     /// # Errors

@@ -14,6 +14,9 @@ pub const CONTROLLER_MANAGER: &str = "mullion-controller";
 pub const AGENT_MANAGER: &str = "mullion-nodeagent";
 /// Annotation that the controller changes to wake a waiting pod; nobody reads its value.
 pub const POKE_ANNOTATION: &str = "mullion.io/poke";
+/// Annotation of an allocation that the controller changes before it binds a pod to one that was there already; nobody
+/// reads its value. The new version of the object is the point: whoever is about to undo the old one is refused.
+pub const TAKEN_UP_ANNOTATION: &str = "mullion.io/taken-up-from";
 /// Labels of a namespace that take its pods out of the webhook: ours and HAMi's, with the value [`OPT_OUT`].
 pub const OPT_OUT_LABELS: [&str; 2] = ["mullion.io/webhook", "hami.io/webhook"];
 /// Value of [`OPT_OUT_LABELS`].

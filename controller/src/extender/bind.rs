@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
 use mullion_core::facts::Event;
 use mullion_core::units::{NodeName, PodUid};
 use mullion_crds::VGPUAllocation;
@@ -152,8 +153,10 @@ impl Binder {
         for _ in 0..TRIES {
             match self.store.claim(&record.pod, request, node, now)? {
                 Claim::Existing(object) => {
-                    tracing::info!(allocation = full_name(&object), "found the pod's allocation");
-                    return Ok(*object);
+                    if let Some(object) = self.take_up(&object).await? {
+                        return Ok(object);
+                    }
+                    stale = full_name(&object);
                 }
                 Claim::Stale(object) => {
                     stale = full_name(&object);
@@ -161,18 +164,30 @@ impl Binder {
                 }
                 Claim::Held(object) => {
                     let _hold = Hold { store: &self.store, pod: record.pod.uid.clone() };
-                    match self.create(&object).await? {
+                    let made_now = match self.create(&object).await? {
                         // Seen before the hold ends: the capacity is never free in between.
-                        Some(created) => self.store.write(|facts| facts.allocation_seen(created)),
-                        None => stale = full_name(&object),
-                    }
+                        Some((created, made_now)) => {
+                            self.store.write(|facts| facts.allocation_seen(created));
+                            made_now
+                        }
+                        None => {
+                            stale = full_name(&object);
+                            false
+                        }
+                    };
                     let uid = record.pod.uid.as_str();
                     let made = self.store.read(|facts| {
                         let made = facts.allocation_of_pod(uid);
                         made.filter(|made| made.spec.node_name == node.0 && facts.usable(made)).cloned()
                     });
-                    if let Some(made) = made {
-                        return Ok(made);
+                    match made {
+                        Some(made) if made_now => return Ok(made),
+                        Some(made) => {
+                            if let Some(made) = self.take_up(&made).await? {
+                                return Ok(made);
+                            }
+                        }
+                        None => {}
                     }
                 }
             }
@@ -180,10 +195,35 @@ impl Binder {
         Err(Error::StaleAllocation { allocation: stale })
     }
 
-    /// Creates an allocation, or finds the one that bears its name; `None` when there is none after all.
-    async fn create(&self, object: &VGPUAllocation) -> Result<Option<VGPUAllocation>, Error> {
+    /// Makes an allocation that was there before ours for this bind: whichever replica leads may have judged it to lead
+    /// nowhere, and be about to undo it. It does so by version, so a new version keeps it; and it waits longer after
+    /// each new one than a bind takes. `None` when it came first: the allocation is looked at anew.
+    async fn take_up(&self, seen: &VGPUAllocation) -> Result<Option<VGPUAllocation>, Error> {
+        let now = match self.cluster.take_up(seen).await {
+            Ok(Some(now)) => {
+                tracing::info!(allocation = full_name(seen), "found the pod's allocation");
+                self.store.write(|facts| facts.allocation_seen(now.clone()));
+                return Ok(Some(now));
+            }
+            Ok(None) => None,
+            Err(error) if error.status().is_some_and(kube::core::Status::is_conflict) => {
+                let (namespace, name) = (seen.namespace().unwrap_or_default(), seen.name_any());
+                self.cluster.allocation(&namespace, &name).await?
+            }
+            Err(error) => return Err(error),
+        };
+        self.store.write(|facts| match now.filter(|now| now.uid() == seen.uid()) {
+            Some(now) => facts.allocation_seen(now),
+            None => facts.allocation_gone(&crate::cluster::uid(seen)),
+        });
+        Ok(None)
+    }
+
+    /// Creates an allocation, or finds the one that bears its name; with whether it was surely made by this call. `None`
+    /// when there is none after all.
+    async fn create(&self, object: &VGPUAllocation) -> Result<Option<(VGPUAllocation, bool)>, Error> {
         let error = match self.cluster.create_allocation(object).await {
-            Ok(created) => return Ok(Some(created)),
+            Ok(created) => return Ok(Some((created, true))),
             Err(error) => error,
         };
         let exists = error.status().is_some_and(kube::core::Status::is_already_exists);
@@ -193,7 +233,7 @@ impl Binder {
         let name = object.metadata.name.as_deref().unwrap_or_default();
         let namespace = object.metadata.namespace.as_deref().unwrap_or_default();
         match self.cluster.allocation(namespace, name).await? {
-            Some(found) if found.spec.pod.uid == object.spec.pod.uid => Ok(Some(found)),
+            Some(found) if found.spec.pod.uid == object.spec.pod.uid => Ok(Some((found, false))),
             Some(found) => {
                 let (allocation, uid) = (full_name(&found), found.spec.pod.uid);
                 Err(Error::AllocationNameTaken { allocation, uid })

@@ -109,7 +109,7 @@ async fn pass(context: &Context, patience: &mut Patience) -> Duration {
     let suspects: Vec<(String, VGPUAllocation, Suspicion)> = context.store.read(|facts| {
         let judged =
             facts.allocations().filter_map(|(fact, object)| Some((object, suspect(facts, fact, object)?)));
-        judged.map(|(object, why)| (object.uid().unwrap_or_default(), object.clone(), why)).collect()
+        judged.map(|(object, why)| (patience_key(object, why), object.clone(), why)).collect()
     });
     patience.keep(&suspects.iter().map(|(uid, ..)| uid.clone()).collect::<Vec<_>>());
     let mut next = IDLE;
@@ -142,6 +142,16 @@ async fn pass(context: &Context, patience: &mut Patience) -> Duration {
         }
     }
     next
+}
+
+/// What the wait of a suspicion counts for. An allocation in a new version may just have been taken up by a bind
+/// ([`crate::cluster::Cluster::take_up`]), which then has as long as any other.
+fn patience_key(object: &VGPUAllocation, why: Suspicion) -> String {
+    let uid = object.uid().unwrap_or_default();
+    match why {
+        Suspicion::NodeLost(_) => uid,
+        Suspicion::NotBound { .. } => format!("{uid} {}", object.resource_version().unwrap_or_default()),
+    }
 }
 
 /// Undoes the allocation if its pod is not bound to its node; true when it is gone.

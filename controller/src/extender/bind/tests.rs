@@ -136,14 +136,14 @@ async fn outcomes() {
             name: "allocation unknown and there",
             faults: &[(POST_A, Fault::DoneAndSilent)],
             code: "ok",
-            calls: &[POST_A, GET_A, BIND],
+            calls: &[POST_A, GET_A, PATCH_A, BIND],
             used: 600,
         },
         Case {
             name: "allocation answered 500 and there",
             faults: &[(POST_A, Fault::DoneBut(500))],
             code: "ok",
-            calls: &[POST_A, GET_A, BIND],
+            calls: &[POST_A, GET_A, PATCH_A, BIND],
             used: 600,
         },
         Case {
@@ -254,14 +254,14 @@ async fn the_same_node_again_finds_the_allocation() {
     let world = world();
     after_a_crash(&world).await;
     world.bind("p", "uid-p", "n1").await.unwrap();
-    assert_eq!(world.api.calls(), [BIND], "known from the watch");
+    assert_eq!(world.api.calls(), [PATCH_A, BIND], "known from the watch");
 
     // Before the watch has shown it: found by its name.
     let fresh = self::world();
     let made = world.api.get("vgpuallocations/ns/p-uid-p").unwrap();
     fresh.api.put("vgpuallocations/ns/p-uid-p", made);
     fresh.bind("p", "uid-p", "n1").await.unwrap();
-    assert_eq!(fresh.api.calls(), [POST_A, GET_A, BIND]);
+    assert_eq!(fresh.api.calls(), [POST_A, GET_A, PATCH_A, BIND]);
     assert_eq!((fresh.used("n1"), fresh.holds()), (600, 0));
 }
 
@@ -401,6 +401,44 @@ async fn what_another_replica_binds_meanwhile_is_not_undone() {
     assert_eq!(code(&result), "AllocationInUse");
     assert_eq!(world.api.calls(), [PATCH_A, GET_A, GET_P]);
     assert!(world.held_back());
+}
+
+/// After a long outage the leader has judged an old allocation to lead nowhere, just when another replica binds its pod to
+/// it. Whichever of the two writes comes first, the pod is never left bound without an allocation.
+#[tokio::test]
+async fn an_undo_and_a_bind_of_the_same_allocation_do_not_cross() {
+    let path = "vgpuallocations/ns/p-uid-p";
+    // The bind first: the undo goes by what was read before, and finds the pod bound.
+    let world = world();
+    after_a_crash(&world).await;
+    let judged: VGPUAllocation = serde_json::from_value(world.api.get(path).unwrap()).unwrap();
+    world.bind("p", "uid-p", "n1").await.unwrap();
+    world.api.calls();
+    let undone = undo::remove(&world.binder.cluster, &world.store, &judged).await;
+    assert_eq!(code(&undone), "AllocationInUse");
+    assert_eq!(world.api.calls(), [PATCH_A, GET_A, GET_P]);
+    assert!(world.held_back() && world.api.get(path).is_some());
+
+    // The undo first, whole or half way: the bind sees it and makes a new one.
+    for half in [true, false] {
+        let world = self::world();
+        after_a_crash(&world).await;
+        let old = world.api.get(path).unwrap();
+        let leader = world.api.cluster();
+        let judged: VGPUAllocation = serde_json::from_value(old.clone()).unwrap();
+        let stripped = leader.strip_finalizer(&judged).await.unwrap().unwrap();
+        if !half {
+            leader.delete_allocation(&stripped).await.unwrap();
+        }
+        world.api.calls();
+        world.bind("p", "uid-p", "n1").await.unwrap();
+        let calls = world.api.calls();
+        assert_eq!(calls.first().map(String::as_str), Some(PATCH_A), "{calls:?}");
+        let made = world.api.get(path).unwrap();
+        assert_ne!(made["metadata"]["uid"], old["metadata"]["uid"], "half: {half}");
+        assert!(world.held_back(), "half: {half}");
+        assert_eq!((world.used("n1"), world.holds()), (600, 0), "half: {half}");
+    }
 }
 
 // A message names the wish once, and its cause once.

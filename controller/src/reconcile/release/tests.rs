@@ -280,3 +280,34 @@ async fn a_pod_on_a_node_made_anew_is_evicted_in_the_end() {
         assert!(api.get("pods/ns/p").is_none(), "{case}");
     }
 }
+
+/// A bind that has just taken up an old allocation has its time: the wait begins anew with each version.
+#[tokio::test(start_paused = true)]
+async fn an_allocation_that_was_taken_up_is_waited_for_again() {
+    let api = FakeApi::default();
+    let context = context(&api);
+    api.put("pods/ns/p", pod(None));
+    let show = |version: &str| {
+        let mut object = allocation(&[], true);
+        object["metadata"]["resourceVersion"] = json!(version);
+        let object: VGPUAllocation = from(object);
+        context.store.write(|facts| facts.allocation_seen(object));
+    };
+    context.store.write(|facts| {
+        facts.fold(&Event::NodeObserved(gpu_node("n", vec![card("GPU-1", 1000)])));
+        facts.node_seen(&from(kube_node(OLD, None)));
+        facts.pod_seen(&from(pod(None)));
+    });
+    let mut patience = Patience::default();
+    show("1");
+    pass(&context, &mut patience).await;
+    tokio::time::advance(UNBOUND - Duration::from_secs(1)).await;
+    show("2");
+    pass(&context, &mut patience).await;
+    tokio::time::advance(UNBOUND - Duration::from_secs(1)).await;
+    pass(&context, &mut patience).await;
+    assert!(api.calls().is_empty(), "it is younger than a bind may be");
+    tokio::time::advance(Duration::from_secs(2)).await;
+    pass(&context, &mut patience).await;
+    assert_eq!(api.calls().first().map(String::as_str), Some("GET pods/ns/p"));
+}
