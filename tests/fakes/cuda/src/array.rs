@@ -36,11 +36,10 @@ pub(crate) struct Array {
 /// Bytes of an element's channel by `CUarray_format`.
 fn channel_bytes(format: c_uint) -> Option<u64> {
     match format {
-        0x01 | 0x08 | 0xC0..=0xC5 => Some(1),
+        // NV12 and the block-compressed formats: one byte per element at most.
+        0x01 | 0x08 | 0x91..=0x9F | 0xB0 | 0xC0..=0xC5 => Some(1),
         0x02 | 0x09 | 0x10 | 0xC6..=0xCB => Some(2),
         0x03 | 0x0A | 0x20 => Some(4),
-        // NV12 and the block-compressed formats: one byte per element at most.
-        0xB0 | 0x91..=0x9F => Some(1),
         _ => None,
     }
 }
@@ -48,7 +47,7 @@ fn channel_bytes(format: c_uint) -> Option<u64> {
 /// Bytes of a level as the card stores it.
 fn level_bytes(shape: &Array3dDescriptor, level: c_uint) -> Result<u64, Code> {
     let channels = u64::from(shape.channels);
-    if shape.width == 0 || !matches!(channels, 1 | 2 | 3 | 4) {
+    if shape.width == 0 || !(1..=4).contains(&channels) {
         return Err(Code::INVALID_VALUE);
     }
     let element = channel_bytes(shape.format).ok_or(Code::INVALID_VALUE)? * channels;
@@ -68,7 +67,7 @@ fn all_bytes(shape: &Array3dDescriptor, levels: c_uint) -> Result<u64, Code> {
 
 impl Driver {
     fn create_array(&mut self, shape: Array3dDescriptor, levels: c_uint) -> Result<Handle, Code> {
-        let context = self.current()?;
+        let context = crate::context::current()?;
         self.refuse_during_capture()?;
         let most = shape.width.max(shape.height).max(shape.depth).max(1).ilog2() + 1;
         let levels = levels.clamp(1, most);

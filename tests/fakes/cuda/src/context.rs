@@ -159,12 +159,11 @@ impl Driver {
 
     /// The primary context of a card, made where it is not active.
     pub(crate) fn retain_primary(&mut self, ordinal: usize) -> Result<Handle, Code> {
-        let handle = match self.primaries[ordinal].context {
-            Some(handle) => handle,
-            None => {
-                let Primary { handle, flags, .. } = self.primaries[ordinal];
-                self.create_context_as(handle, ordinal, flags, false)?.handle
-            }
+        let handle = if let Some(handle) = self.primaries[ordinal].context {
+            handle
+        } else {
+            let Primary { handle, flags, .. } = self.primaries[ordinal];
+            self.create_context_as(handle, ordinal, flags, false)?.handle
         };
         let primary = &mut self.primaries[ordinal];
         primary.context = Some(handle);
@@ -426,10 +425,4 @@ fn destroy_created(driver: &mut Driver, context: Handle) -> Result<(), Code> {
     // A context that is current to the caller is popped as well.
     stack(|s| s.pop_if(|top| top.handle == context));
     Ok(())
-}
-
-/// The calling thread's context, made current if there is none (tests of the crate).
-#[cfg(test)]
-pub(crate) fn clear_stack() {
-    stack(Vec::clear);
 }

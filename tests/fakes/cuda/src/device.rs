@@ -106,7 +106,7 @@ entry! {
     }
 
     fn cuCtxEnablePeerAccess(peer: crate::abi::Handle, flags: c_uint) |driver| {
-        driver.current()?;
+        crate::context::current()?;
         driver.contexts.get(&peer).ok_or(Code::INVALID_CONTEXT)?;
         if flags == 0 { Ok(()) } else { Err(Code::INVALID_VALUE) }
     }
@@ -116,12 +116,12 @@ entry! {
     }
 
     // Nobody profiles simulated cards.
-    fn cuProfilerStart() |driver| {
-        driver.current().map(|_| ())
+    fn cuProfilerStart() |_| {
+        crate::context::current().map(|_| ())
     }
 
-    fn cuProfilerStop() |driver| {
-        driver.current().map(|_| ())
+    fn cuProfilerStop() |_| {
+        crate::context::current().map(|_| ())
     }
 
     fn cuDeviceGetNvSciSyncAttributes(_list: Opaque, _device: Device, _flags: c_int) |_| {
@@ -142,20 +142,42 @@ impl Driver {
             card.bus.get(range).and_then(|d| c_int::from_str_radix(d, 16).ok()).unwrap_or(0)
         };
         Ok(match attribute {
-            // Most threads of a block and its sides, most blocks of a grid.
-            1..=3 => 1024,
+            // Most threads of a block and its first two sides; shared memory that the driver keeps.
+            1..=3 | 111 => 1024,
             4 => 64,
             5 | 11 => c_int::MAX,
             6 | 7 => 65535,
-            // Shared memory, constant memory, warp, registers, clock, texture alignment.
+            // Shared memory, constant memory and registers, warp and blocks per SM, clock, texture alignment.
             8 => 49152,
             9 | 12 | 82 => 65536,
-            10 => 32,
+            10 | 51 | 106 => 32,
             13 => 1_980_000,
             14 => 512,
-            // Overlap, host mapping, surfaces, concurrent kernels, ECC, unified addressing, stream priorities, caches, managed
-            // memory, preemption, cooperative launch, remote flush, host registration.
-            15 | 19 | 31 | 32 | 41 | 78..=80 | 83 | 89..=91 | 95 | 98 | 99 => 1,
+            // What the card can: overlap, host mapping, surfaces, concurrent kernels, ECC, unified addressing, stream priorities,
+            // caches, managed memory, preemption, cooperative launch, remote flush, host registration, virtual memory and its POSIX
+            // handles, RDMA, sparse arrays, pools and their handle types, clusters, 64-bit stream operations, dma-buf, IPC events,
+            // tensor maps, multicast.
+            15
+            | 19
+            | 31
+            | 32
+            | 41
+            | 78..=80
+            | 83
+            | 89..=91
+            | 95
+            | 98
+            | 99
+            | 102
+            | 103
+            | 110
+            | 112
+            | 115
+            | 116
+            | 119..=125
+            | 127
+            | 129
+            | 132 => 1,
             16 => c_int::try_from(card.sms).unwrap_or(c_int::MAX),
             21 | 22 => 131_072,
             23..=25 => 16384,
@@ -167,22 +189,16 @@ impl Driver {
             39 => 2048,
             40 => 3,
             50 => bus(0..8),
-            51 => 32,
             75 => card.compute.0,
             76 => card.compute.1,
             81 => 233_472,
             97 => 232_448,
-            // Virtual memory and its POSIX handles, RDMA, sparse arrays, pools and their handle types, clusters.
-            102 | 103 | 110 | 112 | 115 | 116 | 119..=121 => 1,
-            106 => 32,
-            111 => 1024,
             118 => 100,
-            // 64-bit stream operations, dma-buf, IPC events, tensor maps, multicast.
-            122..=125 | 127 | 129 | 132 => 1,
             126 => 4,
             134 => card.numa.and_then(|n| c_int::try_from(n).ok()).unwrap_or(-1),
-            1..=160 => 0,
-            _ => return Err(Code::INVALID_VALUE),
+            // A number that no header of 12.9 to 13.5 has.
+            0 | 161.. => return Err(Code::INVALID_VALUE),
+            _ => 0,
         })
     }
 }

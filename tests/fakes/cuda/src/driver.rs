@@ -1,13 +1,12 @@
 //! What the driver of one process knows.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
 
 use fake_state::live::Live;
 
 use crate::abi::{Code, Device, DevicePtr, Handle};
 use crate::cards::{CardInfo, Node};
-use crate::context::{Cell, Context};
+use crate::context::Context;
 use crate::memory::{Alloc, Backing};
 use crate::space::{BLOCK, LARGEST_PIECE, Pieces, Space, round_up};
 
@@ -86,11 +85,6 @@ impl Driver {
     /// The ordinal behind a `CUdevice`.
     pub(crate) fn ordinal(&self, device: Device) -> Result<usize, Code> {
         usize::try_from(device).ok().filter(|d| *d < self.cards.len()).ok_or(Code::INVALID_DEVICE)
-    }
-
-    /// The calling thread's context.
-    pub(crate) fn current(&self) -> Result<Arc<Cell>, Code> {
-        crate::context::current()
     }
 
     fn refresh(&mut self) {

@@ -89,7 +89,7 @@ fn with_storage(
 ) -> c_int {
     let mut driver = crate::gate::driver();
     let done = driver.as_mut().ok_or(Code::NOT_INITIALIZED).and_then(|driver| {
-        let context = if context == Handle(0) { driver.current()?.handle } else { context };
+        let context = if context == Handle(0) { crate::context::current()?.handle } else { context };
         work(&mut driver.objects, context)
     });
     done.map_or_else(|code| code.0, |()| 0)

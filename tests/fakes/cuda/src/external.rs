@@ -14,7 +14,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"FAKE-IPC");
 impl Driver {
     fn open_ipc(&mut self, out: Out<DevicePtr>, handle: &Bytes64) -> Result<(), Code> {
         out.check()?;
-        let context = self.current()?;
+        let context = crate::context::current()?;
         let [magic, pid, address, size] = crate::share::read_words(handle);
         if magic != MAGIC {
             return Err(Code::INVALID_VALUE);
@@ -82,7 +82,7 @@ entry! {
 
     fn cuImportExternalMemory(out: Out<Handle>, description: Out<ExternalMemory>) |driver| {
         out.check()?;
-        driver.current()?;
+        crate::context::current()?;
         let description = description.get()?;
         // 1 to 8: opaque descriptors to NvSciBuf.
         if !(1..=8).contains(&description.kind) || description.size == 0 {
@@ -100,7 +100,7 @@ entry! {
     // Freed with cuMemFree.
     fn cuExternalMemoryGetMappedBuffer(out: Out<DevicePtr>, memory: Handle, buffer: Out<ExternalBuffer>) |driver| {
         out.check()?;
-        let context = driver.current()?;
+        let context = crate::context::current()?;
         let buffer = buffer.get()?;
         let size = *driver.objects.external.get(&memory).ok_or(Code::INVALID_HANDLE)?;
         if buffer.size == 0 || buffer.offset.checked_add(buffer.size).is_none_or(|end| end > size) {

@@ -17,13 +17,11 @@ impl Driver {
     ) -> Result<(), Code> {
         let target = self.target(stream)?;
         let ns = self.launch_time(function, grid, block)?;
-        match target.capture {
-            Some(capture) => self.capture_kernel(capture, ns),
-            None => {
-                self.submit(&target, ns);
-                Ok(())
-            }
+        if let Some(capture) = target.capture {
+            return self.capture_kernel(capture, ns);
         }
+        self.submit(&target, ns);
+        Ok(())
     }
 
     fn launch_ex(&mut self, config: Out<LaunchConfig>, function: Handle) -> Result<(), Code> {

@@ -65,7 +65,7 @@ pub(crate) struct Alloc {
 impl Driver {
     /// Memory in the calling thread's context.
     pub(crate) fn allocate(&mut self, size: u64, kind: Kind) -> Result<DevicePtr, Code> {
-        let context = self.current()?;
+        let context = crate::context::current()?;
         self.refuse_during_capture()?;
         if size == 0 {
             return Err(Code::INVALID_VALUE);
@@ -125,34 +125,30 @@ impl Driver {
             return Ok(match attribute {
                 1 => Attribute::Word(alloc.context.map_or(0, |c| c.0 as u64)),
                 2 => Attribute::Int(2),
-                3 | 4 if attribute == 3 || managed => Attribute::Word(address),
-                4 => return Err(Code::INVALID_VALUE),
-                6 => Attribute::Int(0),
+                3 => Attribute::Word(address),
+                4 if managed => Attribute::Word(address),
+                6 | 21 => Attribute::Int(0),
                 7 | 20 => Attribute::Word(alloc.id),
                 8 => Attribute::Int(managed.into()),
                 9 => Attribute::Int(c_int::try_from(alloc.ordinal).unwrap_or(0)),
                 10 => Attribute::Int((alloc.kind == Kind::Plain).into()),
                 11 | 19 => Attribute::Word(start),
                 12 | 18 => Attribute::Word(alloc.size),
-                13 => Attribute::Int(1),
+                13 | 15 => Attribute::Int(1),
                 14 => Attribute::Word(0),
-                15 => Attribute::Int(1),
                 16 => Attribute::Int(3),
                 17 => Attribute::Word(if let Kind::Pooled(pool) = alloc.kind { pool.0 as u64 } else { 0 }),
-                21 => Attribute::Int(0),
                 _ => return Err(Code::INVALID_VALUE),
             });
         }
         let (start, size) = self.objects.host_range(address).ok_or(Code::INVALID_VALUE)?;
         Ok(match attribute {
             1 => Attribute::Word(0),
-            2 => Attribute::Int(1),
+            2 | 13 => Attribute::Int(1),
             3 | 4 => Attribute::Word(address),
             11 => Attribute::Word(start),
             12 => Attribute::Word(size),
-            6 | 8 | 10 | 15 => Attribute::Int(0),
-            9 => Attribute::Int(0),
-            13 => Attribute::Int(1),
+            6 | 8..=10 | 15 => Attribute::Int(0),
             16 => Attribute::Int(3),
             _ => return Err(Code::INVALID_VALUE),
         })
@@ -242,12 +238,12 @@ entry! {
     }
 
     fn cuMemAllocHost_v2(address: Out<*mut c_void>, size: usize) |driver| {
-        driver.current()?;
+        crate::context::current()?;
         driver.objects.pin_new(address, size)
     }
 
     fn cuMemHostAlloc(address: Out<*mut c_void>, size: usize, _flags: c_uint) |driver| {
-        driver.current()?;
+        crate::context::current()?;
         driver.objects.pin_new(address, size)
     }
 
@@ -256,7 +252,7 @@ entry! {
     }
 
     fn cuMemHostRegister_v2(address: DevicePtr, size: usize, _flags: c_uint) |driver| {
-        driver.current()?;
+        crate::context::current()?;
         driver.objects.register(address, size)
     }
 

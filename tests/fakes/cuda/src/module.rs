@@ -108,7 +108,7 @@ impl Driver {
 
     fn load_bytes(&mut self, size: u64, library: bool) -> Result<Handle, Code> {
         // A library may be loaded before any context is current; its first user's card is the first one.
-        let current = self.current();
+        let current = crate::context::current();
         if !library {
             current.clone()?;
         }
@@ -193,7 +193,7 @@ fn image_size(image: Opaque) -> Result<u64, Code> {
             Ok(word(8)?.saturating_add(first >> 48))
         }
         // `__cudaFatCudaBinary`: magic, version, pointer to the fat binary.
-        [0xB1, 0x43, 0x62, 0x46] | [0xB2, 0x43, 0x62, 0x46] => {
+        [0xB1 | 0xB2, 0x43, 0x62, 0x46] => {
             let inner = image.cast::<Opaque>().get_at(1)?;
             image_size(inner)
         }

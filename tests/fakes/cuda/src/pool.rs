@@ -293,8 +293,7 @@ entry! {
             USED_CURRENT => value.cast().put(pool.used),
             USED_HIGH => value.cast().put(pool.used_high),
             // 9 to 11 (13.0): allocation type, export handle types, location's kind.
-            9 => value.cast().put(1_i32),
-            10 => value.cast().put(1_i32),
+            9 | 10 => value.cast().put(1_i32),
             _ => Err(Code::INVALID_VALUE),
         }
     }
@@ -351,14 +350,14 @@ entry! {
 
     fn cuMemPoolExportToShareableHandle(out: Opaque, pool: Handle, kind: c_uint, _flags: u64) |driver| {
         let ordinal = driver.pool(pool)?.ordinal;
-        crate::share::export(out, kind, ordinal.map_or(-1, |o| o as i64), 0)
+        crate::share::export(out, kind, ordinal, 0)
     }
 
     fn cuMemPoolImportFromShareableHandle(out: Out<Handle>, handle: Opaque, kind: c_uint, _flags: u64) |driver| {
         out.check()?;
         let shared = crate::share::import(handle, kind)?;
         let handle = driver.handle();
-        driver.objects.pools.insert(handle, Pool::new(usize::try_from(shared.card).ok(), 0, true));
+        driver.objects.pools.insert(handle, Pool::new(shared.card, 0, true));
         out.put(handle)
     }
 

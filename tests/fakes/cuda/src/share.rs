@@ -17,8 +17,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"FAKECUDA");
 /// What a handle stands for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shared {
-    /// Ordinal of the card, -1 for the host.
-    pub(crate) card: i64,
+    /// Ordinal of the card; none for the host.
+    pub(crate) card: Option<usize>,
     pub(crate) size: u64,
 }
 
@@ -41,8 +41,8 @@ pub(crate) fn read_words<const N: usize>(data: &Bytes64) -> [u64; N] {
 }
 
 /// Writes a handle of that kind to `out`.
-pub(crate) fn export(out: Opaque, kind: u32, card: i64, size: u64) -> Result<(), Code> {
-    let content = words(&[MAGIC, card.cast_unsigned(), size]);
+pub(crate) fn export(out: Opaque, kind: u32, card: Option<usize>, size: u64) -> Result<(), Code> {
+    let content = words(&[MAGIC, card.map_or(u64::MAX, |c| c as u64), size]);
     match kind {
         POSIX => {
             // SAFETY: a name that ends with a null byte.
@@ -80,5 +80,5 @@ pub(crate) fn import(handle: Opaque, kind: u32) -> Result<Shared, Code> {
     if magic != MAGIC {
         return Err(Code::INVALID_VALUE);
     }
-    Ok(Shared { card: card.cast_signed(), size })
+    Ok(Shared { card: usize::try_from(card).ok().filter(|_| card != u64::MAX), size })
 }

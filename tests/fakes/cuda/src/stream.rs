@@ -373,7 +373,11 @@ fn elapsed(driver: &Driver, out: Out<f32>, start: Handle, end: Handle) -> Result
     let (Some(from), Some(to)) = (driver.event_time(start)?, driver.event_time(end)?) else {
         return Err(Code::NOT_READY);
     };
-    #[expect(clippy::cast_precision_loss, reason = "the interface speaks f32 milliseconds")]
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        reason = "the interface speaks f32 milliseconds"
+    )]
     let ms = (to.saturating_sub(from) as f64 / 1e6) as f32;
     out.put(ms)
 }

@@ -46,7 +46,7 @@ impl Driver {
     }
 
     fn copy(&mut self, to: End, from: End, length: usize) -> Result<(), Code> {
-        self.current()?;
+        crate::context::current()?;
         if length == 0 {
             return Ok(());
         }
@@ -68,7 +68,7 @@ impl Driver {
     }
 
     fn fill(&mut self, at: DevicePtr, value: &[u8], count: usize) -> Result<(), Code> {
-        self.current()?;
+        crate::context::current()?;
         if !at.is_multiple_of(value.len() as u64) {
             return Err(Code::INVALID_VALUE);
         }
@@ -108,7 +108,7 @@ impl Driver {
     }
 
     fn copy_2d(&mut self, copy: &Copy2d) -> Result<(), Code> {
-        self.current()?;
+        crate::context::current()?;
         let end = |side: &Side2d, row: usize| {
             let offset = (side.x + (side.y + row) * side.pitch) as u64;
             // 1 host, 2 device, 3 array, 4 unified.

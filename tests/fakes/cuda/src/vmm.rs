@@ -230,14 +230,14 @@ entry! {
 
     fn cuMemExportToShareableHandle(out: Opaque, handle: Handle, kind: c_uint, _flags: u64) |driver| {
         let physical = driver.physical(handle)?;
-        let card = if physical.prop.is_some_and(|p| p.location.kind != 1) { -1 } else { physical.ordinal as i64 };
+        let card = if physical.prop.is_some_and(|p| p.location.kind != 1) { None } else { Some(physical.ordinal) };
         crate::share::export(out, kind, card, physical.size)
     }
 
     fn cuMemImportFromShareableHandle(out: Out<Handle>, handle: Opaque, kind: c_uint) |driver| {
         out.check()?;
         let shared = crate::share::import(handle, kind)?;
-        let ordinal = usize::try_from(shared.card).unwrap_or(0).min(driver.cards.len() - 1);
+        let ordinal = shared.card.unwrap_or(0).min(driver.cards.len() - 1);
         out.put(driver.add_physical(Physical {
             size: shared.size,
             prop: None,

@@ -1,16 +1,20 @@
 //! Several processes on one card, and what NVML shows of them.
 #![expect(unsafe_code, reason = "forks, and sets the environment of the NVML library")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 mod common;
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::{Child, ChildStdout};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use common::{Argument as _, CONTEXT, Cuda, MIB, process};
 use fake_state::{STATE_ENV, Store, profile};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
+
+static ENVIRONMENT: Mutex<()> = Mutex::new(());
 
 /// A node of two A30 in a folder of its own.
 struct Node {
@@ -45,7 +49,6 @@ impl Node {
         let built = std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so");
         let copy = self.store.path().with_file_name("libnvidia-ml.so.1");
         std::fs::copy(built, &copy).unwrap();
-        static ENVIRONMENT: std::sync::Mutex<()> = std::sync::Mutex::new(());
         let _one_at_a_time = ENVIRONMENT.lock().unwrap();
         // SAFETY: the library reads the environment in init alone, which runs under the same lock.
         unsafe { std::env::set_var(STATE_ENV, self.path()) };
@@ -62,13 +65,13 @@ impl Program {
     /// The next line that the program says.
     fn hear(&mut self) -> String {
         let mut line = String::new();
-        while self.told.read_line(&mut line).unwrap() > 0 {
+        loop {
+            assert!(self.told.read_line(&mut line).unwrap() > 0, "the program ended without a word");
             if let Some((_, said)) = line.split_once("> ") {
                 return said.trim().to_owned();
             }
             line.clear();
         }
-        panic!("the program ended without a word")
     }
 
     fn say(&mut self, line: &str) {
@@ -172,7 +175,7 @@ fn a_program() {
                 let mut count = 0_i32;
                 let codes = [call!(cuda.cuDeviceGetCount(&mut count)), cuda.call("cuInit", &[0])];
                 // SAFETY: ends the child without running the test harness twice.
-                unsafe { libc::_exit(if codes == [3, 3] { 0 } else { 1 }) };
+                unsafe { libc::_exit(i32::from(codes != [3, 3])) };
             }
             let mut status = 0;
             // SAFETY: a child of ours and a place for its status.
