@@ -139,11 +139,9 @@ fn other_namespaces_are_counted() {
     let escape = place.build("escape");
     let run_it = |limit| run(&mut place.limited(&escape, limit)).quiet();
     assert_eq!(run_it(None), "other same init 0\n");
-    for times in 1..=2_u64 {
-        assert_eq!(run_it(Some(2)), "other same init 0\n");
-        let file = std::fs::read(place.path("usage.cache")).unwrap();
-        assert_eq!(file[ESCAPES_AT..ESCAPES_AT + 8], times.to_le_bytes());
-    }
+    assert_eq!(run_it(Some(2)), "other same init 0\n");
+    let file = std::fs::read(place.path("usage.cache")).unwrap();
+    assert_eq!(file[ESCAPES_AT..ESCAPES_AT + 8], 1_u64.to_le_bytes());
 }
 
 // HK-07

@@ -349,8 +349,8 @@ fn look(state: &'static State) -> Option<*mut Container> {
         by_hand: false,
         enforcement: spec.enforcement,
         policy: Policy::Default,
-        // It never claims anything, so any slot will do.
-        cards: cards_of(file, page, &spec, 0),
+        // It never claims anything; one's own slot is never reaped, so the last that anybody gets.
+        cards: cards_of(file, page, &spec, usage::SLOTS - 1),
         ordinals: Ordinals::none(),
         slot: None,
         books: Books::new(),

@@ -86,7 +86,9 @@ fn card(device: Device) -> Option<&'static Card> {
     if result != NvmlReturn::SUCCESS {
         return None;
     }
-    container.card_by_uuid(CStr::from_bytes_until_nul(&uuid).ok()?.to_str().ok()?)
+    let card = container.card_by_uuid(CStr::from_bytes_until_nul(&uuid).ok()?.to_str().ok()?)?;
+    container.reap_now_and_then(card);
+    Some(card)
 }
 
 /// `nvmlDeviceGetMemoryInfo`.

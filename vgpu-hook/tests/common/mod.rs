@@ -2,7 +2,12 @@
 //! running programs.
 
 #![allow(dead_code, reason = "each test program uses a part")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot be set up has failed")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
 
 pub mod stub;
 
