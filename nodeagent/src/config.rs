@@ -318,6 +318,13 @@ mod tests {
         assert_eq!(settings.enforcement, Enforcement::Report);
         assert_eq!((settings.health.ignored_xids, settings.health.recovery_checks), (vec![13], 3));
         assert_eq!(settings.listen.port(), 9394);
+        assert!(settings.legacy_metrics, "unless told otherwise");
+    }
+
+    #[test]
+    fn names_of_old_can_be_left_out() {
+        let file = "nodeName: a\nmetrics: {legacyNames: false}\n";
+        assert!(!settings(file, Args::default()).unwrap().legacy_metrics);
     }
 
     /// A default is applied after the file was read, so clap does not know it: the help's words must not lie.

@@ -422,6 +422,31 @@ mod tests {
         assert_eq!(status.conditions[0].last_transition_time, Time(now), "times of what holds stay");
     }
 
+    #[test]
+    fn limits_are_said_to_hold_once_they_were_seen_to_and_not_before() {
+        let mut world = World { node: "n".into(), ..World::default() };
+        let mut object = object();
+        world.see_allocation(object.clone());
+        let grant = grant("a", true);
+        world.grants.insert(grant.grant.clone(), grant);
+        let bypassed = || Verdict::Bypassed { message: "container a: 9 GiB".to_owned() };
+        for (case, verdict, want) in [
+            ("not looked at yet", None, ("Unknown", "LibraryMounted")),
+            ("nothing attached", Some(Verdict::Waiting), ("Unknown", "LibraryMounted")),
+            ("at work", Some(Verdict::Holds), ("True", "LimitsHold")),
+            ("another run of the agent has not looked yet", None, ("True", "LimitsHold")),
+            ("more than can be explained", Some(bypassed()), ("False", "LimitBypassed")),
+            ("another run again", None, ("False", "LimitBypassed")),
+            ("gone", Some(Verdict::Holds), ("True", "LimitsHold")),
+        ] {
+            world.verdicts = verdict.map(|v| BTreeMap::from([("uid".into(), v)]));
+            let status = desired(&world, &object, Timestamp::UNIX_EPOCH);
+            let found = says(&status).into_iter().find(|c| c.0 == ENFORCED);
+            assert_eq!(found, Some(claim(ENFORCED, want.0, want.1)), "{case}");
+            object.status = Some(status);
+        }
+    }
+
     // DP-09: the pods of a failed card are told, and told again when it is back; nobody else is.
     #[test]
     fn a_failed_card_shows_on_its_own_allocations() {

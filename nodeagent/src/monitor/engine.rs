@@ -106,6 +106,8 @@ struct Kept {
     uncleared: Option<BTreeSet<usize>>,
     cards: Vec<KeptCard>,
     suspicion: Suspicion,
+    /// The library was seen at work, in this run of the container or in a former one.
+    seen_at_work: bool,
     minute: Minute,
     /// When HAMi's countdown was last moved, `CLOCK_MONOTONIC` in ns.
     counted_ns: u64,
@@ -199,12 +201,13 @@ impl Engine {
                 policy::decide(&tasks, place).unwrap_or(policy::Decision { switch: 1, gated: false });
             let key = scene.target.key();
             let mut kept = self.kept.remove(&key).unwrap_or_default();
-            if let Some(file) =
-                scene.file.as_ref().filter(|_| scene.ours.as_ref().is_some_and(|o| o.dead_charges))
-            {
-                self.reapers.start(&key, now.mono_ns, || file.again());
-            }
+            let dead = scene.ours.as_ref().is_some_and(|ours| ours.dead_charges);
+            let file = scene.file.as_ref().filter(|_| dead).map(UsageFile::again);
             self.act(now, elapsed_ns, scene, &mut kept, decision, &mut looked);
+            // Not before: it takes bytes that `act` looks at.
+            if let Some(file) = file {
+                self.reapers.start(&key, now.mono_ns, file);
+            }
             self.kept.insert(key, kept);
         }
         looked.snapshot.unix_ns = now.unix_ns;
@@ -250,11 +253,12 @@ impl Engine {
             && file.inode() != kept.inode
         {
             // Another file is another start of the container: nothing of what was counted goes on.
-            let (counted_ns, suspicion) = (kept.counted_ns, std::mem::take(&mut kept.suspicion));
+            let (counted_ns, seen_at_work) = (kept.counted_ns, kept.seen_at_work);
+            let suspicion = std::mem::take(&mut kept.suspicion);
             if let (Some(granted), Some(over)) = (&target.grant, kept.minute.close()) {
                 rows.push(minute_row(target, granted, over));
             }
-            *kept = Kept { inode: file.inode(), counted_ns, suspicion, ..Kept::default() };
+            *kept = Kept { inode: file.inode(), counted_ns, seen_at_work, suspicion, ..Kept::default() };
         }
         kept.target = Some(target.clone());
         kept.granted.clone_from(&target.grant);
@@ -496,11 +500,12 @@ impl Engine {
             looked.turns.push(Turn { target: target.clone(), bypass: kept.suspicion.bypass.clone() });
             looked.rows.push(turn_row(target, granted, kept.suspicion.bypass.as_ref()));
         }
+        kept.seen_at_work |= usage.is_some_and(|u| u.attached > 0);
         let verdict = match &kept.suspicion.bypass {
             Some(bypass) => {
                 Verdict::Bypassed { message: format!("container {}: {bypass}", target.container) }
             }
-            None if usage.is_some_and(|u| u.attached > 0) => Verdict::Holds,
+            None if kept.seen_at_work => Verdict::Holds,
             None => Verdict::Waiting,
         };
         let uid = AllocationUid(granted.allocation.uid.clone());

@@ -61,19 +61,20 @@ pub fn mirror(
         }
         // A slot that another library took has no byte of ours: it is not dead for that.
         if ours.hot.foreign == 0 {
-            for slot in uncleared.difference(&alive) {
-                file.free(*slot, measured.len())?;
+            let dead: Vec<usize> = uncleared.difference(&alive).copied().collect();
+            for slot in dead {
+                // Somebody may have it just now: a new owner, or a process that takes its charges off.
+                if file.free(slot, measured.len())? {
+                    uncleared.remove(&slot);
+                }
             }
         }
         Ok(())
     })();
-    match result {
-        // What lives is looked at again when it is dead.
-        Ok(()) => *kept = Some(alive),
-        Err(error) => {
-            uncleared.extend(alive);
-            *kept = Some(uncleared);
-            debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not mirrored");
-        }
+    if let Err(error) = result {
+        debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not mirrored");
     }
+    // What lives is looked at again when it is dead.
+    uncleared.extend(alive);
+    *kept = Some(uncleared);
 }

@@ -42,6 +42,7 @@ use crate::config::Settings;
 use crate::error::Error;
 use crate::events::Announcer;
 use crate::nvml::DriverHandle;
+use crate::nvml::sample::Sample;
 use crate::world::Shared;
 use engine::{Engine, Looked, Now, Places, Rules};
 use snapshot::Snapshot;
@@ -51,6 +52,12 @@ use snapshot::Snapshot;
 pub const PERIOD: Duration = Duration::from_millis(900);
 /// Measurements of processes are asked for from so long ago on: drivers were seen to enter some 9 s late.
 const BACK_US: u64 = 10_000_000;
+
+/// How long a look waits for the driver.
+const PATIENCE: Duration = Duration::from_millis(600);
+
+/// A question to the driver that is not answered yet.
+type Asked = tokio::task::JoinHandle<Result<Sample, Error>>;
 
 /// The last look, shared with those who show it.
 #[derive(Clone, Debug, Default)]
@@ -101,21 +108,22 @@ impl Monitor {
         let mut ticks = interval_at(Instant::now(), PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut driver_answers = true;
+        let mut asked = None;
         loop {
             ticks.tick().await;
             let Some(mut looking) = engine.take() else { return Ok(()) };
-            let since = now().unix_ns / 1000;
-            let sample = match self.driver.sample(since.saturating_sub(BACK_US)).await {
-                Ok(sample) => {
+            let sample = match self.sample(&mut asked).await {
+                Some(Ok(sample)) => {
                     driver_answers = true;
                     Some(sample)
                 }
-                Err(error) => {
+                Some(Err(error)) => {
                     if std::mem::replace(&mut driver_answers, false) {
                         warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "cards are not measured");
                     }
                     None
                 }
+                None => None,
             };
             let shared = Arc::clone(&self.shared);
             let looked = tokio::task::spawn_blocking(move || {
@@ -128,6 +136,19 @@ impl Monitor {
             engine = Some(looking);
             self.tell(looked);
         }
+    }
+
+    /// The driver's answer, `None` where it takes longer: a driver that hangs must not keep the sign of life from the
+    /// containers' pages. What was asked once is waited for at the next looks.
+    async fn sample(&self, asked: &mut Option<Asked>) -> Option<Result<Sample, Error>> {
+        let waiting = asked.get_or_insert_with(|| {
+            let driver = self.driver.clone();
+            let since_us = (now().unix_ns / 1000).saturating_sub(BACK_US);
+            tokio::spawn(async move { driver.sample(since_us).await })
+        });
+        let answer = tokio::time::timeout(PATIENCE, waiting).await.ok()?;
+        *asked = None;
+        Some(answer.unwrap_or_else(|source| Err(Error::Broken { source })))
     }
 
     fn tell(&self, looked: Looked) {

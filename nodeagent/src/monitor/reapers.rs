@@ -54,13 +54,13 @@ impl Reapers {
         self.running.is_empty()
     }
 
-    /// Starts one for a container, unless one runs or failed a moment ago, or enough are at work. `file` opens the
-    /// container's file with locks of its own.
-    pub fn start(&mut self, key: &Key, now_ns: u64, file: impl FnOnce() -> io::Result<File>) {
+    /// Starts one for a container, unless one runs or failed a moment ago, or enough are at work. `file` is
+    /// the container's, with locks of its own.
+    pub fn start(&mut self, key: &Key, now_ns: u64, file: io::Result<File>) {
         if self.running.len() >= MOST || self.running.contains_key(key) || self.paused.contains_key(key) {
             return;
         }
-        let started = file().and_then(|file| {
+        let started = file.and_then(|file| {
             Command::new(&self.program)
                 .arg(COMMAND)
                 .env_clear()

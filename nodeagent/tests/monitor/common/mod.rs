@@ -28,6 +28,7 @@ use mullion_nodeagent::state::Grant;
 use mullion_nodeagent::world::{ContainerSeen, PodSeen, Shared, World};
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices, extension, usage};
+use prometheus_client::registry::Registry;
 
 /// Seconds in ns.
 pub const S: u64 = 1_000_000_000;
@@ -236,16 +237,20 @@ pub fn scrape(snapshot: Snapshot) -> String {
 
 /// What `/metrics` says.
 pub fn scrape_all(metrics: &Metrics, snapshot: Snapshot) -> String {
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry_of(metrics, snapshot)).unwrap();
+    text
+}
+
+/// All that `/metrics` shows.
+pub fn registry_of(metrics: &Metrics, snapshot: Snapshot) -> Registry {
     let latest = Latest::default();
     latest.set(snapshot);
     let card = ("GPU-0".to_owned(), Known { card: Card::default(), present: true, ..Known::default() });
     let world = World { cards: Some([card].into()), ..World::default() };
     let exporter = Exporter { latest, node: "node-a".to_owned(), legacy: true };
     let audit = Audit::new("/nonexistent/audit.db".into());
-    let registry = registry(metrics, &Shared::new(world), audit, exporter);
-    let mut text = String::new();
-    prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
-    text
+    registry(metrics, &Shared::new(world), audit, exporter)
 }
 
 /// Lines of a metric.
