@@ -126,6 +126,26 @@ pub struct Quote {
     index: Option<usize>,
 }
 
+/// A key that was measured: what most launches need, and no more.
+#[derive(Clone, Copy, Debug)]
+pub struct Known<'a> {
+    entry: &'a Entry,
+    /// ns of card.
+    pub ns: u64,
+}
+
+impl Known<'_> {
+    /// Enters a launch that went for this; whether it should be measured.
+    #[inline]
+    #[must_use]
+    pub fn book(self) -> bool {
+        let seen = self.entry.seen.load(Relaxed);
+        let due = self.entry.is_due(seen, self.ns);
+        self.entry.book(seen, self.ns);
+        due
+    }
+}
+
 /// What the first measurement of a key says about the launches before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -166,6 +186,26 @@ impl Entry {
             charged: AtomicU64::new(0),
             seen: AtomicU32::new(0),
             measured: AtomicU32::new(0),
+        }
+    }
+
+    /// Whether the next launch of a known function is to be measured.
+    #[inline]
+    fn is_due(&self, seen: u32, cost_ns: u64) -> bool {
+        let every = match cost_ns {
+            10_000_000.. => return true,
+            1_000_000.. => 8,
+            _ if self.measured.load(Relaxed) < YOUNG => SAMPLE_EVERY_YOUNG,
+            _ => SAMPLE_EVERY,
+        };
+        seen.is_multiple_of(every)
+    }
+
+    #[inline]
+    fn book(&self, seen: u32, ns: u64) {
+        self.seen.store(seen.wrapping_add(1), Relaxed);
+        if self.measured.load(Relaxed) < YOUNG {
+            self.charged.store(self.charged.load(Relaxed).saturating_add(ns), Relaxed);
         }
     }
 
@@ -219,13 +259,7 @@ impl Costs {
         };
         let (cost, seen) = (entry.cost.load(Relaxed), entry.seen.load(Relaxed));
         if cost != 0 {
-            let every = match cost {
-                10_000_000.. => 1,
-                1_000_000.. => 8,
-                _ if entry.measured.load(Relaxed) < YOUNG => SAMPLE_EVERY_YOUNG,
-                _ => SAMPLE_EVERY,
-            };
-            let sample = measurable && seen.is_multiple_of(every);
+            let sample = measurable && entry.is_due(seen, cost);
             return Quote { ns: cost, sample, known: true, index: Some(index) };
         }
         if !measurable {
@@ -241,14 +275,20 @@ impl Costs {
         Quote { ns, sample, known: false, index: Some(index) }
     }
 
+    /// The cost of `key`, where it was measured.
+    #[inline]
+    #[must_use]
+    pub fn known(&self, key: Key) -> Option<Known<'_>> {
+        let entry = self.find_existing(key).and_then(|i| self.entries.get(i))?;
+        let ns = entry.cost.load(Relaxed);
+        (ns != 0).then_some(Known { entry, ns })
+    }
+
     /// Enters a launch that went for `quote`.
     #[inline]
     pub fn book(&self, quote: &Quote) {
         let Some(entry) = quote.index.and_then(|i| self.entries.get(i)) else { return };
-        entry.seen.store(entry.seen.load(Relaxed).wrapping_add(1), Relaxed);
-        if entry.measured.load(Relaxed) < YOUNG {
-            entry.charged.store(entry.charged.load(Relaxed).saturating_add(quote.ns), Relaxed);
-        }
+        entry.book(entry.seen.load(Relaxed), quote.ns);
     }
 
     /// Enters a measurement: the first counts whole and settles the launches before it, a later one counts a quarter.
@@ -273,13 +313,6 @@ impl Costs {
             core::cmp::Ordering::Greater => Correction::Charge(due - charged),
             core::cmp::Ordering::Less => Correction::Refund(charged - due),
         }
-    }
-
-    /// The measured cost of `key`, where there is one.
-    #[must_use]
-    pub fn known_ns(&self, key: Key) -> Option<u64> {
-        let cost = self.find_existing(key).and_then(|i| self.entries.get(i))?.cost.load(Relaxed);
-        (cost != 0).then_some(cost)
     }
 
     /// Forgets `key`: its handle is gone and may come again for something else. The entry stays in its place, so that
@@ -316,6 +349,7 @@ impl Costs {
         None
     }
 
+    #[inline]
     fn find_existing(&self, key: Key) -> Option<usize> {
         Self::slots(key).find(|i| self.entries.get(*i).is_some_and(|e| e.key.load(Relaxed) == key.0))
     }

@@ -38,10 +38,13 @@ fn sizes_of_one_function_are_measured_apart() {
     let large = Key::function(0x7000_0000_0000, Size { blocks: 1 << 20, threads: 128 });
     let _ = costs.measured(key(0), 5_000);
     let _ = costs.measured(large, 9 * MS);
-    assert_eq!((costs.known_ns(key(0)), costs.known_ns(large)), (Some(5_000), Some(9 * MS)));
-    assert_eq!(costs.known_ns(Key::graph(0x7000_0000_0000)), None);
+    assert_eq!(
+        (costs.known(key(0)).map(|k| k.ns), costs.known(large).map(|k| k.ns)),
+        (Some(5_000), Some(9 * MS))
+    );
+    assert_eq!(costs.known(Key::graph(0x7000_0000_0000)).map(|k| k.ns), None);
     costs.forget(large);
-    assert_eq!(costs.known_ns(large), None);
+    assert_eq!(costs.known(large).map(|k| k.ns), None);
 }
 
 #[test]
@@ -62,7 +65,7 @@ fn an_unmeasured_function_gets_dearer_with_every_launch() {
     // The measurement settles all five.
     assert_eq!(costs.measured(key(1), 5_000), Correction::Refund(charged - 5 * 5_000));
     assert_eq!(costs.measured(key(1), 9_000), Correction::None);
-    assert_eq!(costs.known_ns(key(1)), Some(6_000), "a later one counts a quarter");
+    assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(6_000), "a later one counts a quarter");
     let quote = costs.quote(key(2), true, || 0, || Progress::None);
     costs.book(&quote);
     assert_eq!(costs.measured(key(2), 500 * MS), Correction::Charge(500 * MS - UNKNOWN_NS));
@@ -100,13 +103,13 @@ fn a_measurement_that_was_far_too_high_is_soon_forgotten() {
     let after = launch() - before;
     assert_eq!(after, 300 * MS);
     assert_eq!(costs.measured(key(1), 200_000), Correction::Refund(600 * MS - 400_000));
-    assert_eq!(costs.known_ns(key(1)), Some(200_000));
+    assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(200_000));
     // Later one counts for 16 times what is known at most, and a quarter of that.
     for _ in 0..8 {
         let _ = costs.measured(key(1), 200_000);
     }
     assert_eq!(costs.measured(key(1), 900 * MS), Correction::None);
-    assert_eq!(costs.known_ns(key(1)), Some(150_000 + 4 * 200_000));
+    assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(150_000 + 4 * 200_000));
 }
 
 #[test]
@@ -149,12 +152,12 @@ fn a_full_table_guesses() {
     for n in 0..5_000 {
         let _ = costs.measured(key(n), 1_000 + n);
     }
-    let known = (0..5_000).filter(|n| costs.known_ns(key(*n)).is_some()).count();
+    let known = (0..5_000).filter(|n| costs.known(key(*n)).is_some()).count();
     assert!((900..=1024).contains(&known), "{known}");
     // The first ones are still there, the last ones are guessed.
-    assert_eq!(costs.known_ns(key(0)), Some(1_000));
+    assert_eq!(costs.known(key(0)).map(|k| k.ns), Some(1_000));
     let quote = costs.quote(key(4_999), true, || 777, || Progress::None);
-    assert!((quote.ns, quote.sample) == (777, false) || costs.known_ns(key(4_999)).is_some());
+    assert!((quote.ns, quote.sample) == (777, false) || costs.known(key(4_999)).is_some());
     costs.book(&quote);
 }
 

@@ -9,11 +9,11 @@
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::Ordering::Relaxed;
 
-use mullion_pace::{Key, Size, Terms};
+use mullion_pace::{Key, Size};
 
 use super::events::{Driver, Handle};
-use super::pacer::Request;
-use super::{Lane, PACER};
+use super::pacer::{Paid, Request, give_back};
+use super::{Own, PACER};
 use crate::container::{self, Gate};
 use crate::cuda::{
     CUenum, CUfunction, CUgraph, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams,
@@ -40,7 +40,7 @@ enum Way {
     /// Straight to the driver.
     Free,
     /// Through the bucket.
-    Pays(Lane<'static>, Terms),
+    Pays(Own<'static>),
     /// Nowhere.
     Refused(CUresult),
 }
@@ -50,12 +50,11 @@ enum Way {
 #[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
 fn way(stream: CUstream, per_thread: bool) -> Way {
     match container::gate() {
-        Gate::Limited(container) => match Lane::current(container) {
-            Some(lane) => match PACER.terms(&lane, || stream_of(stream, per_thread), &Driver) {
-                Some(terms) => Way::Pays(lane, terms),
-                None => Way::Free,
-            },
-            None => Way::Free,
+        Gate::Limited(container) => match Own::current(container) {
+            Some(lane) if PACER.has_to_pay(&lane, || stream_of(stream, per_thread), &Driver) => {
+                Way::Pays(lane)
+            }
+            _ => Way::Free,
         },
         Gate::Open => Way::Free,
         Gate::Refused(refused) => Way::Refused(refused),
@@ -69,13 +68,27 @@ macro_rules! launch {
         match way($stream, $per_thread) {
             Way::Free => $call,
             Way::Refused(refused) => refused,
-            Way::Pays(lane, terms) => {
-                let paid = PACER.pay(&lane, terms, &$request, &Driver);
-                let result = $call;
-                paid.end(result)
+            Way::Pays(lane) => {
+                let request = $request;
+                let paid = pay(lane, &request);
+                if paid.is_sample() {
+                    PACER.measured(&lane, &request, paid, &Driver, move || $call)
+                } else {
+                    let result = $call;
+                    if !result.is_ok() {
+                        give_back(&lane, paid);
+                    }
+                    result
+                }
             }
         }
     };
+}
+
+/// Waits until a launch may go.
+#[inline(never)]
+fn pay(lane: Own<'static>, request: &Request) -> Paid {
+    PACER.pay(&lane, request, &Driver)
 }
 
 #[inline]
@@ -237,7 +250,7 @@ pub(crate) unsafe fn cooperative_multi_device(
             // SAFETY: null, or the program's array; the driver refuses a count of 0.
             if let Some(first) = unsafe { launches.as_ref() }.filter(|_| count > 0) {
                 let request = kernel_request(first.function, first.grid, first.block, first.stream, false);
-                for lane in Lane::all(container) {
+                for lane in Own::all(container) {
                     PACER.admit_only(&lane, &request, &Driver);
                 }
             }
@@ -303,16 +316,12 @@ pub(crate) fn paced_graph(
     per_thread: bool,
     call: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let request =
-        || Request { key: Key::graph(handle(graph)), size: None, stream: stream_of(stream, per_thread) };
-    match way(stream, per_thread) {
-        Way::Free => call(),
-        Way::Refused(refused) => refused,
-        Way::Pays(lane, terms) => {
-            let paid = PACER.pay(&lane, terms, &request(), &Driver);
-            paid.end(call())
-        }
-    }
+    launch!(
+        Request { key: Key::graph(handle(graph)), size: None, stream: stream_of(stream, per_thread) },
+        stream,
+        per_thread,
+        call()
+    )
 }
 
 /// `cuGraphLaunch`.

@@ -228,13 +228,6 @@ pub(super) struct Sampler {
     slots: [Slot; 16],
 }
 
-/// A measurement between its two events.
-#[derive(Debug)]
-pub(super) struct Measuring {
-    place: usize,
-    stream: Handle,
-}
-
 /// A measurement that ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Measured {
@@ -261,39 +254,34 @@ impl Sampler {
         self.slots.iter().any(|s| s.state.load(Relaxed) == FLYING)
     }
 
-    /// Puts an event before a launch. `None` = this one is not measured.
-    pub(super) fn begin(
+    /// Launches by `call` between two events.
+    pub(super) fn measure(
         &self,
         card: usize,
         key: Key,
         stream: Handle,
         events: &dyn Events,
-    ) -> Option<Measuring> {
+        call: impl FnOnce() -> CUresult,
+    ) -> CUresult {
         let context = events.context();
         let free = |s: &&Slot| s.state.load(Relaxed) == FREE;
         // First one whose events fit.
-        let fits = |s: &Slot| free(&s) && s.context.load(Relaxed) == context;
-        let place = self.slots.iter().position(fits).or_else(|| self.slots.iter().position(|s| free(&s)))?;
-        let slot = self.slots.get(place).filter(|slot| context != 0 && slot.take(FREE))?;
+        let fitting = self.slots.iter().filter(free).find(|s| s.context.load(Relaxed) == context);
+        let slot = match fitting.or_else(|| self.slots.iter().find(free)) {
+            Some(slot) if context != 0 && slot.take(FREE) => slot,
+            _ => return call(),
+        };
         let begun = relaxed(events, || {
             slot.prepare(context, events) && events.record(slot.start.load(Relaxed), stream)
         });
-        if !begun {
-            slot.put(FREE);
-            return None;
-        }
+        let result = call();
+        let ended = || relaxed(events, || events.record(slot.stop.load(Relaxed), stream));
+        let measured = begun && result.is_ok() && ended();
         slot.card.store(card, Relaxed);
         slot.key.store(key.get(), Relaxed);
         slot.began.store(0, Relaxed);
-        Some(Measuring { place, stream })
-    }
-
-    /// Puts an event behind the launch.
-    pub(super) fn end(&self, measuring: Measuring, result: CUresult, events: &dyn Events) {
-        let Some(slot) = self.slots.get(measuring.place) else { return };
-        let measured =
-            result.is_ok() && relaxed(events, || events.record(slot.stop.load(Relaxed), measuring.stream));
         slot.put(if measured { FLYING } else { FREE });
+        result
     }
 
     /// Shows the measurements of the current context that have ended to `settle`. Whether there were any.

@@ -23,7 +23,7 @@ mod pacer;
 mod tests;
 
 pub(crate) use calls::*;
-pub(crate) use lane::Lane;
+use lane::{Lane, Own};
 
 use pacer::Pacer;
 

@@ -8,7 +8,7 @@ use mullion_pace::{Admission, Correction, Costs, Key, Progress, Quote, SLICE_NS,
 use mullion_region::MAX_DEVICES;
 
 use super::Lane;
-use super::events::{Events, Handle, Measured, Measuring, Sampler};
+use super::events::{Events, Handle, Measured, Sampler};
 use crate::cuda::CUresult;
 use crate::sys::{clock, futex_wait};
 
@@ -46,6 +46,13 @@ struct Local {
     now: AtomicU64,
 }
 
+impl Local {
+    #[inline]
+    fn spent(&self, ns: u64) {
+        self.spent_ns.store(self.spent_ns.load(Relaxed).saturating_add(ns), Relaxed);
+    }
+}
+
 /// The state of one process.
 #[derive(Debug)]
 pub(super) struct Pacer {
@@ -56,27 +63,25 @@ pub(super) struct Pacer {
     local: [Local; MAX_DEVICES],
 }
 
-/// A launch that has paid.
-pub(super) struct Paid<'a, E: Events> {
-    pacer: &'a Pacer,
-    lane: Lane<'a>,
-    ns: u64,
-    terms: Terms,
-    measuring: Option<Measuring>,
-    events: &'a E,
-}
+/// What a launch has paid, and whether it is to be measured: one register.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Paid(u64);
 
-impl<E: Events> Paid<'_, E> {
-    /// After the driver's answer: ends the measurement; a launch that failed is given back.
+impl Paid {
+    const NOTHING: Self = Self(0);
+
     #[inline]
-    pub(super) fn end(self, result: CUresult) -> CUresult {
-        if let Some(measuring) = self.measuring {
-            self.pacer.sampler.end(measuring, result, self.events);
-        }
-        if !result.is_ok() {
-            self.lane.bucket().refund(clock::coarse_ns(), self.ns, self.terms);
-        }
-        result
+    const fn new(ns: u64, sample: bool) -> Self {
+        Self(ns << 1 | sample as u64)
+    }
+
+    #[inline]
+    pub(super) const fn is_sample(self) -> bool {
+        self.0 & 1 != 0
+    }
+
+    const fn ns(self) -> u64 {
+        self.0 >> 1
     }
 }
 
@@ -98,128 +103,134 @@ impl Pacer {
         }
     }
 
-    /// What every launch passes: whether it has to pay, and on what terms.
-    #[inline]
-    pub(super) fn terms(
+    /// What every launch passes: whether it has to pay.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
+    pub(super) fn has_to_pay(
         &self,
-        lane: &Lane<'_>,
+        lane: &impl Lane,
         stream: impl FnOnce() -> Handle,
         events: &impl Events,
-    ) -> Option<Terms> {
+    ) -> bool {
         if self.captures.load(Relaxed) != 0 && events.capturing(stream()) {
-            return None;
+            return false;
         }
         self.stamp(lane);
-        lane.terms()
+        lane.is_limited()
     }
 
     /// Lets `request` go to the driver by `call` when its time has come.
     #[cfg(test)]
     pub(super) fn launch(
         &self,
-        lane: &Lane<'_>,
+        lane: &impl Lane,
         request: &Request,
         events: &impl Events,
         call: impl FnOnce() -> CUresult,
     ) -> CUresult {
-        match self.terms(lane, || request.stream, events) {
-            None => call(),
-            Some(terms) => {
-                let paid = self.pay(lane, terms, request, events);
-                let result = call();
-                paid.end(result)
-            }
+        if !self.has_to_pay(lane, || request.stream, events) {
+            return call();
         }
+        let paid = self.pay(lane, request, events);
+        if paid.is_sample() {
+            return self.measured(lane, request, paid, events, call);
+        }
+        let result = call();
+        if !result.is_ok() {
+            give_back(lane, paid);
+        }
+        result
     }
 
-    /// Waits until `request` may go, and begins to measure it where that is due.
-    #[inline(never)]
-    pub(super) fn pay<'a, E: Events>(
-        &'a self,
-        lane: &Lane<'a>,
-        terms: Terms,
-        request: &Request,
-        events: &'a E,
-    ) -> Paid<'a, E> {
+    /// Waits until `request` may go.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "its only caller stands apart already")]
+    pub(super) fn pay(&self, lane: &impl Lane, request: &Request, events: &impl Events) -> Paid {
         let measurable = self.captures.load(Relaxed) == 0;
-        let mut paid = Paid { pacer: self, lane: *lane, ns: 0, terms, measuring: None, events };
-        if let Some(quote) = self.admit(lane, terms, request, measurable, events) {
-            self.book(lane, &quote);
-            paid.ns = quote.ns;
-            if quote.sample {
-                paid.measuring = self.begin_measuring(lane, request, events);
-            }
+        let (Some(terms), Some(local)) = (lane.terms(), self.local.get(lane.index())) else {
+            return Paid::NOTHING;
+        };
+        if let Some(known) = self.costs.known(request.key)
+            && lane.bucket().admit_at_past(local.now.load(Relaxed), known.ns, terms)
+        {
+            local.spent(known.ns);
+            return Paid::new(known.ns, known.book() && measurable);
         }
-        paid
+        let Some(quote) = self.admit(lane, local, terms, request, measurable, events) else {
+            return Paid::NOTHING;
+        };
+        local.spent(quote.ns);
+        Paid::new(quote.ns, quote.sample)
     }
 
+    /// Launches by `call` and measures it.
     #[cold]
-    fn begin_measuring(&self, lane: &Lane<'_>, request: &Request, events: &impl Events) -> Option<Measuring> {
+    pub(super) fn measured(
+        &self,
+        lane: &impl Lane,
+        request: &Request,
+        paid: Paid,
+        events: &impl Events,
+        call: impl FnOnce() -> CUresult,
+    ) -> CUresult {
         self.poll(lane, events);
-        self.sampler.begin(lane.index, request.key, request.stream, events)
+        let result = self.sampler.measure(lane.index(), request.key, request.stream, events, call);
+        if !result.is_ok() {
+            give_back(lane, paid);
+        }
+        result
     }
 
     /// Admits `request` on a card that it is not launched from.
-    pub(super) fn admit_only(&self, lane: &Lane<'_>, request: &Request, events: &impl Events) {
+    pub(super) fn admit_only(&self, lane: &impl Lane, request: &Request, events: &impl Events) {
         self.stamp(lane);
-        if let Some(terms) = lane.terms()
-            && let Some(quote) = self.admit(lane, terms, request, false, events)
+        if let (Some(terms), Some(local)) = (lane.terms(), self.local.get(lane.index()))
+            && let Some(quote) = self.admit(lane, local, terms, request, false, events)
         {
-            self.book(lane, &quote);
+            local.spent(quote.ns);
         }
     }
 
     /// The marks by which others see that the container is at work, and the gate. The agent's heartbeat is the clock that
     /// says when to renew them, for reading a clock would cost more than all the rest.
-    #[inline]
-    fn stamp(&self, lane: &Lane<'_>) {
-        let Some(local) = self.local.get(lane.index) else { return };
-        let (launches, beat) = (local.launches.load(Relaxed), lane.page.heartbeat.load(Relaxed));
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
+    fn stamp(&self, lane: &impl Lane) {
+        let Some(local) = self.local.get(lane.index()) else { return };
+        let (launches, beat) = (local.launches.load(Relaxed), lane.page().heartbeat.load(Relaxed));
         local.launches.store(launches.wrapping_add(1), Relaxed);
-        let quiet = lane.tail.recent_kernel.load(Relaxed) == JUST_LAUNCHED;
+        let quiet = lane.tail().recent_kernel.load(Relaxed) == JUST_LAUNCHED;
         if !quiet || beat != local.beat.load(Relaxed) || launches.is_multiple_of(STAMP_EVERY) {
             local.beat.store(beat, Relaxed);
             renew(lane, local);
         }
     }
 
-    #[inline]
-    fn book(&self, lane: &Lane<'_>, quote: &Quote) {
-        self.costs.book(quote);
-        if let Some(local) = self.local.get(lane.index) {
-            local.spent_ns.store(local.spent_ns.load(Relaxed).saturating_add(quote.ns), Relaxed);
-        }
-    }
-
-    /// Waits until the bucket admits `request`: what it was charged. `None` = the limit is gone.
-    #[inline]
+    /// Waits until the bucket admits `request` and books it: what it was charged. `None` = the limit is gone.
+    #[inline(never)]
     fn admit(
         &self,
-        lane: &Lane<'_>,
+        lane: &impl Lane,
+        local: &Local,
         terms: Terms,
         request: &Request,
         measurable: bool,
         events: &impl Events,
     ) -> Option<Quote> {
-        let local = self.local.get(lane.index)?;
-        let guess = || self.guess(lane, request, events);
-        let quote = self.costs.quote(request.key, measurable, guess, || Progress::None);
-        let then = local.now.load(Relaxed);
-        if quote.known && lane.bucket().admit_at_past(then, quote.ns, terms) {
-            return Some(quote);
-        }
         let now = clock::coarse_ns();
         local.now.store(now, Relaxed);
-        let quote = if quote.known || !measurable { quote } else { self.unknown(lane, request, now, events) };
-        match lane.bucket().admit(now, quote.ns, terms) {
-            Admission::Go => Some(quote),
-            Admission::Wait(ns) => self.wait(lane, request, measurable, ns, events),
-        }
+        let quote = self.quote(lane, request, measurable, now, events);
+        let quote = match lane.bucket().admit(now, quote.ns, terms) {
+            Admission::Go => quote,
+            Admission::Wait(ns) => self.wait(lane, request, measurable, ns, events)?,
+        };
+        self.costs.book(&quote);
+        Some(quote)
     }
 
     fn quote(
         &self,
-        lane: &Lane<'_>,
+        lane: &impl Lane,
         request: &Request,
         measurable: bool,
         now: u64,
@@ -234,8 +245,8 @@ impl Pacer {
     }
 
     #[cold]
-    fn guess(&self, lane: &Lane<'_>, request: &Request, events: &impl Events) -> u64 {
-        let (Some(size), Some(local)) = (request.size, self.local.get(lane.index)) else { return GRAPH_NS };
+    fn guess(&self, lane: &impl Lane, request: &Request, events: &impl Events) -> u64 {
+        let (Some(size), Some(local)) = (request.size, self.local.get(lane.index())) else { return GRAPH_NS };
         let mut resident = local.resident.load(Relaxed);
         if resident == 0 {
             resident = events.resident_threads().unwrap_or(RESIDENT);
@@ -246,7 +257,7 @@ impl Pacer {
 
     /// A quote for what is not measured yet: perhaps by now it is.
     #[cold]
-    fn unknown(&self, lane: &Lane<'_>, request: &Request, now: u64, events: &impl Events) -> Quote {
+    fn unknown(&self, lane: &impl Lane, request: &Request, now: u64, events: &impl Events) -> Quote {
         let measurable = events.usable();
         if measurable {
             self.poll(lane, events);
@@ -259,19 +270,19 @@ impl Pacer {
     #[cold]
     fn wait(
         &self,
-        lane: &Lane<'_>,
+        lane: &impl Lane,
         request: &Request,
         measurable: bool,
         first_ns: u64,
         events: &impl Events,
     ) -> Option<Quote> {
-        lane.words.waits.fetch_add(1, Relaxed);
+        lane.words().waits.fetch_add(1, Relaxed);
         let (mut ns, mut since) = (first_ns, clock::coarse_ns());
         loop {
             let slice = if measurable && self.sampler.flying() { MEASURING_SLICE_NS } else { SLICE_NS };
             sleep(lane, ns.min(slice));
             let now = clock::coarse_ns();
-            lane.words.wait_ns.fetch_add(now.saturating_sub(since), Relaxed);
+            lane.words().wait_ns.fetch_add(now.saturating_sub(since), Relaxed);
             since = now;
             if measurable {
                 self.poll(lane, events);
@@ -287,10 +298,10 @@ impl Pacer {
     }
 
     /// Enters the measurements that have ended.
-    fn poll(&self, lane: &Lane<'_>, events: &impl Events) {
+    fn poll(&self, lane: &impl Lane, events: &impl Events) {
         self.sampler.poll(events, |Measured { card, key, ns }| {
             let correction = self.costs.measured(key, ns);
-            let Some(terms) = lane.terms().filter(|_| card == lane.index) else { return };
+            let Some(terms) = lane.terms().filter(|_| card == lane.index()) else { return };
             let (bucket, now) = (lane.bucket(), clock::coarse_ns());
             match correction {
                 Correction::None => {}
@@ -302,8 +313,8 @@ impl Pacer {
 }
 
 /// Sleeps for `ns` at most, or until the agent has something new.
-fn sleep(lane: &Lane<'_>, ns: u64) {
-    let word = &lane.page.futex;
+fn sleep(lane: &impl Lane, ns: u64) {
+    let word = &lane.page().futex;
     let seen = word.load(Relaxed);
     // Time over, woken, interrupted or changed already: all of them mean to look again.
     let _ = futex_wait(word.as_ptr(), seen, ns.clamp(1, SLICE_NS));
@@ -311,31 +322,39 @@ fn sleep(lane: &Lane<'_>, ns: u64) {
 
 /// Waits while a more urgent container is at work. Not counted among the waits for the bucket: the agent would take them
 /// for a share that is held too tight.
-fn pass_gate(lane: &Lane<'_>) {
-    if lane.tail.recent_kernel.load(Relaxed) >= 0 {
+fn pass_gate(lane: &impl Lane) {
+    if lane.tail().recent_kernel.load(Relaxed) >= 0 {
         return;
     }
     let began = clock::coarse_ns();
     loop {
         let now = clock::coarse_ns();
-        if !lane.gated(now, now.saturating_sub(began)) {
+        if !lane.is_gated(now, now.saturating_sub(began)) {
             return;
         }
         sleep(lane, SLICE_NS);
     }
 }
 
+/// The driver refused a launch that had paid.
 #[cold]
-fn renew(lane: &Lane<'_>, local: &Local) {
+pub(super) fn give_back(lane: &impl Lane, paid: Paid) {
+    if let Some(terms) = lane.terms() {
+        lane.bucket().refund(clock::coarse_ns(), paid.ns(), terms);
+    }
+}
+
+#[cold]
+fn renew(lane: &impl Lane, local: &Local) {
     pass_gate(lane);
-    lane.words.spent_ns.fetch_add(local.spent_ns.swap(0, Relaxed), Relaxed);
-    let recent = &lane.tail.recent_kernel;
+    lane.words().spent_ns.fetch_add(local.spent_ns.swap(0, Relaxed), Relaxed);
+    let recent = &lane.tail().recent_kernel;
     let value = recent.load(Relaxed);
     if value >= 0 && value != JUST_LAUNCHED {
         // Not over a gate that was closed meanwhile.
         let _ = recent.compare_exchange(value, JUST_LAUNCHED, Relaxed, Relaxed);
     }
-    let (now, words) = (clock::realtime_ns(), lane.words);
+    let (now, words) = (clock::realtime_ns(), lane.words());
     if words.first_launch.load(Relaxed) == 0 {
         let _ = words.first_launch.compare_exchange(0, now, Relaxed, Relaxed);
     }
@@ -343,6 +362,6 @@ fn renew(lane: &Lane<'_>, local: &Local) {
     // A stamp ahead of now is a clock that was set back, or a tenant's.
     if now.wrapping_sub(last) >= STAMP_NS {
         words.last_launch.store(now, Relaxed);
-        lane.tail.last_kernel_time.store(now / 1_000_000_000, Relaxed);
+        lane.tail().last_kernel_time.store(now / 1_000_000_000, Relaxed);
     }
 }

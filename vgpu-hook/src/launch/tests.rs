@@ -17,7 +17,7 @@ use mullion_pace::{Correction, Key, SCALE_ONE, Size};
 use super::Lane;
 use super::events::{Events, Handle, Query};
 use super::pacer::{Pacer, Request};
-use crate::container::{CardWords, HamiTail, Page};
+use crate::container::{CardWords, HamiTail, Page, PageCard};
 use crate::cuda::{CUenum, CUresult};
 use crate::sys::{clock, futex_wake};
 
@@ -45,17 +45,39 @@ impl Files {
         files
     }
 
-    fn lane(&self, by_hand: Option<Policy>) -> Lane<'_> {
-        let (by_hand, policy) = (by_hand.is_some(), by_hand.unwrap_or_default());
-        Lane {
-            index: 0,
-            page: &self.page,
-            card: &self.page.cards[0],
-            words: &self.words,
-            tail: &self.tail,
-            by_hand,
-            policy,
-        }
+    fn lane(&self, by_hand: Option<Policy>) -> Given<'_> {
+        Given { files: self, by_hand }
+    }
+}
+
+/// With a policy where the limits are given by hand.
+#[derive(Clone, Copy)]
+struct Given<'a> {
+    files: &'a Files,
+    by_hand: Option<Policy>,
+}
+
+impl Lane for Given<'_> {
+    fn index(&self) -> usize {
+        0
+    }
+    fn page(&self) -> &Page {
+        &self.files.page
+    }
+    fn card(&self) -> &PageCard {
+        &self.files.page.cards[0]
+    }
+    fn words(&self) -> &CardWords {
+        &self.files.words
+    }
+    fn tail(&self) -> &HamiTail {
+        &self.files.tail
+    }
+    fn by_hand(&self) -> bool {
+        self.by_hand.is_some()
+    }
+    fn policy(&self) -> Policy {
+        self.by_hand.unwrap_or_default()
     }
 }
 
@@ -195,11 +217,11 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
     };
     call(&fake);
     assert_eq!(*fake.log.borrow(), ["create", "create", "record", "call", "record"]);
-    assert!(pacer.sampler.flying() && pacer.costs.known_ns(request().key).is_none());
+    assert!(pacer.sampler.flying() && pacer.costs.known(request().key).is_none());
     let charged = files.words.tat.load(Relaxed);
     fake.running = false;
     call(&fake);
-    assert_eq!(pacer.costs.known_ns(request().key), Some(5_000));
+    assert_eq!(pacer.costs.known(request().key).map(|k| k.ns), Some(5_000));
     // 5 us instead of a millisecond at 50 %.
     assert!(files.words.tat.load(Relaxed) < charged, "nothing was given back");
     // The events stay for the next measurement.
