@@ -6,10 +6,11 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use std::cell::UnsafeCell;
+use std::sync::OnceLock;
 
 use crate::abi::{DevicePtr, Out};
 
-/// Addresses of the stub, apart from all others: 2 MiB each.
+/// Addresses of the stub, apart from all others: each 2 MiB behind the one before, or `FAKE_CUDA_STUB_STEP` bytes.
 const FIRST: DevicePtr = 0x6000_0000_0000;
 const STEP: DevicePtr = 2 << 20;
 /// Freed addresses that are kept.
@@ -60,10 +61,17 @@ pub(crate) fn allocate(address: Out<DevicePtr>, size: usize) -> c_int {
             inside.length -= 1;
             return freed;
         }
-        inside.next += STEP;
+        inside.next += step();
         inside.next
     });
     address.put(given).map_or_else(|c| c.0, |()| 0)
+}
+
+#[cold]
+fn step() -> DevicePtr {
+    static ASKED: OnceLock<DevicePtr> = OnceLock::new();
+    let asked = || std::env::var("FAKE_CUDA_STUB_STEP").ok()?.parse().ok().filter(|&step| step > 0);
+    *ASKED.get_or_init(|| asked().unwrap_or(STEP))
 }
 
 /// None for an address that is not the stub's.

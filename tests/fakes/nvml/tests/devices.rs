@@ -146,6 +146,46 @@ fn processes_and_load_show_at_once() {
     assert_eq!(node.nvml.device_by_index(1).unwrap().running_compute_processes().unwrap(), []);
 }
 
+/// Blackwell answers the newer call for busy times alone.
+#[test]
+fn newer_cards_tell_busy_times_by_another_call() {
+    use nvml_wrapper_sys::bindings::{nvmlProcessUtilizationInfo_v1_t, nvmlProcessesUtilizationInfo_v1_t};
+    let node = Node::new("rtxpro6000");
+    node.fake("process 0 4242 3000 30");
+    let card = node.nvml.device_by_index(0).unwrap();
+    assert!(matches!(card.process_utilization_stats(None), Err(NvmlError::NotSupported)));
+    // SAFETY: the handle is used while the library is open.
+    let handle = unsafe { card.handle() };
+    let call = node.nvml.lib().nvmlDeviceGetProcessesUtilizationInfo.as_ref().unwrap();
+    let size = u32::try_from(size_of::<nvmlProcessesUtilizationInfo_v1_t>()).unwrap();
+    let mut info = nvmlProcessesUtilizationInfo_v1_t {
+        version: size | 1 << 24,
+        processSamplesCount: 0,
+        lastSeenTimeStamp: 0,
+        procUtilArray: std::ptr::null_mut(),
+    };
+    // SAFETY: the card's handle and a struct of that version; without an array the call tells the count alone.
+    let code = unsafe { call(handle, &raw mut info) };
+    assert_eq!((code, info.processSamplesCount), (7, 1));
+    let mut samples = [nvmlProcessUtilizationInfo_v1_t {
+        timeStamp: 0,
+        pid: 0,
+        smUtil: 0,
+        memUtil: 0,
+        encUtil: 0,
+        decUtil: 0,
+        jpgUtil: 0,
+        ofaUtil: 0,
+    }];
+    info.procUtilArray = samples.as_mut_ptr();
+    // SAFETY: as above, with an array of the announced length.
+    let code = unsafe { call(handle, &raw mut info) };
+    assert_eq!((code, samples[0].pid, samples[0].smUtil), (0, 4242, 30));
+    info.version = size | 2 << 24;
+    // SAFETY: as above.
+    assert_eq!(unsafe { call(handle, &raw mut info) }, 25);
+}
+
 #[test]
 fn memory_errors_are_counted_by_kind() {
     let node = Node::new("a100");
