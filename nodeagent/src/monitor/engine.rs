@@ -29,6 +29,9 @@ use crate::prepare::files::USAGE_FILE;
 /// A clock of the container's may run ahead of ours by this much; what was launched later than that was not.
 const AHEAD_NS: u64 = 1_000_000_000;
 
+/// Pause between two searches for a container's cgroup.
+const SEARCH_NS: u64 = 3_000_000_000;
+
 /// Both clocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Now {
@@ -101,6 +104,10 @@ pub struct Looked {
 struct Kept {
     inode: (u64, u64),
     processes: Processes,
+    /// The runtime's id, and the cgroup that belongs to it.
+    cgroup: Option<(String, PathBuf)>,
+    /// Until when the cgroup is not searched for again, `CLOCK_MONOTONIC` in ns.
+    search_ns: u64,
     /// Slots that readers of HAMi's fields may still count, and whose owner may be dead.
     /// `None` before the first look at the file.
     uncleared: Option<BTreeSet<usize>>,
@@ -278,7 +285,7 @@ impl Engine {
                     .map(|read| of_foreign(&read, memory)),
             },
         };
-        let known = self.processes(target, &kept.processes);
+        let known = self.processes(now, target, kept);
         kept.processes = known.clone().unwrap_or_default();
         let names: Vec<String> = match (&target.grant, &usage) {
             (Some(granted), _) => granted.limits.iter().map(|l| l.card.clone()).collect(),
@@ -306,11 +313,27 @@ impl Engine {
     }
 
     /// The container's processes; `None` where they are not known.
-    fn processes(&self, target: &Target, known: &Processes) -> Option<Processes> {
+    fn processes(&self, now: Now, target: &Target, kept: &mut Kept) -> Option<Processes> {
         let id = target.running.as_ref()?;
-        let pod = self.cgroups.remains(&target.pod.uid).ok().flatten()?;
-        let cgroup = container_cgroup(&pod, id)?;
-        Processes::of(&cgroup, &self.places.proc, known).ok()
+        if let Some((known, cgroup)) = &kept.cgroup
+            && known == id
+            && let Ok(found) = Processes::of(cgroup, &self.places.proc, &kept.processes)
+        {
+            return Some(found);
+        }
+        kept.cgroup = None;
+        // Where pods' cgroups are not found, all hierarchies are searched for them.
+        if now.mono_ns < kept.search_ns {
+            return None;
+        }
+        let pod = self.cgroups.remains(&target.pod.uid).ok().flatten();
+        let Some(cgroup) = pod.and_then(|pod| container_cgroup(&pod, id)) else {
+            kept.search_ns = now.mono_ns.saturating_add(SEARCH_NS);
+            return None;
+        };
+        let found = Processes::of(&cgroup, &self.places.proc, &kept.processes).ok();
+        kept.cgroup = Some((id.clone(), cgroup));
+        found
     }
 
     fn task(&self, now: Now, scene: &Scene<'_>) -> Task {
