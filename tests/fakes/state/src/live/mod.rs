@@ -7,7 +7,8 @@
 //! - **Liveness**: a lock byte at `(1 << 40) + slot`, an open-file-description lock that a private mapping of
 //!   one page pins, so that it lasts exactly as long as the address space. Whoever can lock the byte of a slot in use may
 //!   clear the slot, after the slot's release delay.
-//! - **Host pid**: a POSIX lock at `(1 << 41) + slot`; `F_GETLK` answers the holder's pid in the caller's pid namespace.
+//! - **Host pid**: a POSIX lock at `(1 << 41) + slot` of `<state file>.live.pids`; `F_GETLK` answers the holder's pid in the
+//!   caller's pid namespace.
 //! - **Memory**: the bytes of a card are the sum over its slots; giving is done under the card's lock word, which holds
 //!   the slot of its holder, so that clearing a dead slot also frees the locks that it held.
 //! - **Work**: see [`work`].
@@ -44,8 +45,10 @@ const REAP_EVERY: u64 = 5_000_000;
 pub struct Live {
     region: &'static Region,
     path: PathBuf,
-    /// Stays open: closing any descriptor of the file drops the POSIX lock.
     file: Option<File>,
+    /// Where the POSIX locks are. A file of its own that stays open: closing any descriptor of a file drops them, and claiming a
+    /// slot closes some of the region's.
+    pids: Option<File>,
     /// Keeps the liveness lock where a mapping does not (overlayfs).
     pin: std::sync::OnceLock<File>,
     slot: AtomicUsize,
@@ -104,16 +107,17 @@ impl Live {
         let path = PathBuf::from("(private)");
         let region = map(None).map_err(io("map", &path))?;
         region.high_water.store(1, SeqCst);
-        let live = Self::with(region, path, None);
+        let live = Self::with(region, path, None, None);
         live.slot.store(0, SeqCst);
         Ok(live)
     }
 
-    fn with(region: &'static Region, path: PathBuf, file: Option<File>) -> Self {
+    fn with(region: &'static Region, path: PathBuf, file: Option<File>, pids: Option<File>) -> Self {
         Self {
             region,
             path,
             file,
+            pids,
             pin: std::sync::OnceLock::new(),
             slot: AtomicUsize::new(NONE),
             reaped: AtomicU64::new(0),
@@ -126,16 +130,16 @@ impl Live {
     /// [`Error::Io`] when it cannot be made or mapped, [`Error::ForeignLive`] for a file of another layout.
     pub fn open(state: &Path) -> Result<Self, Error> {
         let path = path(state);
-        let file = OpenOptions::new()
-            .create(true)
-            .read(true)
-            .write(true)
-            .truncate(false)
-            .mode(0o666)
-            .open(&path)
-            .map_err(io("open", &path))?;
-        // Containers of other users share the file; only its owner can say so, and the first one is.
-        let _ = file.set_permissions(PermissionsExt::from_mode(0o666));
+        let make = |path: &Path| {
+            let mut options = OpenOptions::new();
+            options.create(true).read(true).write(true).truncate(false).mode(0o666);
+            let file = options.open(path).map_err(io("open", path))?;
+            // Containers of other users share the file; only its owner can say so, and the first one is.
+            let _ = file.set_permissions(PermissionsExt::from_mode(0o666));
+            Ok(file)
+        };
+        let file = make(&path)?;
+        let pids = make(&store::with_suffix(&path, ".pids"))?;
         let length = u64::try_from(size_of::<Region>()).unwrap_or(u64::MAX);
         if file.metadata().map_err(io("look at", &path))?.len() < length {
             // Growing is idempotent: every process makes it the same length.
@@ -150,7 +154,7 @@ impl Live {
             MAGIC if region.version.load(SeqCst) == VERSION => {}
             _ => return Err(Error::ForeignLive { path }),
         }
-        Ok(Self::with(region, path, Some(file)))
+        Ok(Self::with(region, path, Some(file), Some(pids)))
     }
 
     /// Claims a slot for this process; does nothing when it has one.
@@ -158,8 +162,7 @@ impl Live {
     /// # Errors
     /// [`Error::Io`] when the lock byte cannot be set, [`Error::LiveFull`] when every slot is in use.
     pub fn claim(&self, release_delay_ms: u32) -> Result<(), Error> {
-        let Some(file) = &self.file else { return Ok(()) };
-        if self.own().is_some() {
+        if self.file.is_none() || self.own().is_some() {
             return Ok(());
         }
         self.reap(work::now(self.region));
@@ -179,7 +182,9 @@ impl Live {
             slot.release_delay_ms.store(release_delay_ms, SeqCst);
             self.region.high_water.fetch_max(u32::try_from(index + 1).unwrap_or(0), SeqCst);
             slot.pid.store(std::process::id(), SeqCst);
-            let _ = lock::set_pid(file, PID + offset(index));
+            if let Some(pids) = &self.pids {
+                let _ = lock::set_pid(pids, PID + offset(index));
+            }
             self.slot.store(index, SeqCst);
             return Ok(());
         }
@@ -332,7 +337,7 @@ impl Live {
         if self.own() == Some(index) {
             return named;
         }
-        let told = self.file.as_ref().and_then(|f| lock::holder(f, PID + offset(index)));
+        let told = self.pids.as_ref().and_then(|f| lock::holder(f, PID + offset(index)));
         told.unwrap_or(named)
     }
 
