@@ -73,27 +73,43 @@ pub(super) fn open_mounted(path: &CStr) -> Result<Opened, Refusal> {
 /// Opens the usage file of limits given by hand, makes it if need be, and says what its limits are: those of
 /// `settings` where no process uses the file yet, else the ones in the file for the cards that it has.
 ///
-/// The setting-up byte is held until [`Opened`] has its slot: [`slots::end_setup`].
+/// The setting-up byte is held, by the description that comes last, until the slot is taken: it is freed by closing that.
+/// It is not the mapping's, of which no copy may be left when the slot's lock is tried.
 pub(super) fn open_by_hand(
     path: &CStr,
     settings: &Settings,
     cards: &[CUuuid],
-) -> Result<(Opened, PageSpec), Refusal> {
+) -> Result<(Opened, PageSpec, Fd), Refusal> {
     let text = Text::new(path.to_bytes());
     let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
     let flags = sys::O_RDWR | sys::O_CLOEXEC | sys::O_CREAT | O_NONBLOCK;
     let fd = sys::open(path, flags, 0o666).map_err(|errno| unusable("opening", errno))?;
+    let guard = match sys::open(path, sys::O_RDWR | sys::O_CLOEXEC | O_NONBLOCK, 0) {
+        Ok(guard) => guard,
+        Err(errno) => {
+            fd.close();
+            return Err(unusable("opening it again", errno));
+        }
+    };
     let ready = || -> Result<(Opened, PageSpec), Refusal> {
-        if !fd.status().map_err(|errno| unusable("looking at it", errno))?.is_file() {
+        let status = |fd: Fd| fd.status().map_err(|errno| unusable("looking at it", errno));
+        if !status(fd)?.is_file() {
             return Err(Refusal::FileKind { path: text });
         }
-        if !slots::begin_setup(fd).map_err(|errno| unusable("locking", errno))? {
+        if !slots::begin_setup(guard).map_err(|errno| unusable("locking", errno))? {
             return Err(Refusal::FileBusy { path: text });
         }
         let spec = set_up(fd, text, settings, cards)?;
         Ok((map(fd, path)?, spec))
     };
-    ready().inspect_err(|_| fd.close())
+    match ready() {
+        Ok((opened, spec)) => Ok((opened, spec, guard)),
+        Err(refusal) => {
+            guard.close();
+            fd.close();
+            Err(refusal)
+        }
+    }
 }
 
 /// Opens an existing file for looking at it.

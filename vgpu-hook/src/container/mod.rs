@@ -35,7 +35,7 @@ use mullion_region::{CardUuid, MAX_DEVICES, usage};
 use crate::cuda::{CUdevice, CUresult};
 use crate::driver;
 use crate::memory::Books;
-use crate::sys;
+use crate::sys::{self, Fd};
 
 use environment::{Settings, Variable};
 pub(crate) use fault::point as fault_point;
@@ -278,9 +278,8 @@ fn attach(state: &'static State, limits: Limits) -> Result<Option<*mut Container
         }
         Limits::ByHand(settings) => {
             let cards = ordinals::cards()?;
-            let (opened, spec) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
-            let fd = opened.fd.duplicate_above(0).ok();
-            (opened, file::private_page(&spec)?, spec, Some(settings), fd)
+            let (opened, spec, guard) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
+            (opened, file::private_page(&spec)?, spec, Some(settings), Some(guard))
         }
     };
     let region = opened.file.region;
@@ -293,12 +292,9 @@ fn attach(state: &'static State, limits: Limits) -> Result<Option<*mut Container
         }
         Ok((ordinals, opened.file.claim(opened.fd)?))
     };
-    let result = claimed();
-    if let Some(fd) = setting_up {
-        slots::end_setup(fd);
-        fd.close();
-    }
-    let (ordinals, slot) = result.inspect_err(|_| {
+    // Until others can see the slot, the file must not be set up anew: no other process would find it in use.
+    let guard = Guard(setting_up);
+    let (ordinals, slot) = claimed().inspect_err(|_| {
         region.hot().refused.fetch_add(1, Relaxed);
     })?;
     // SAFETY: new memory that nobody frees.
@@ -320,9 +316,21 @@ fn attach(state: &'static State, limits: Limits) -> Result<Option<*mut Container
         slot: Some(slot),
         books: Books::new(),
     })?;
+    drop(guard);
     region.hot().attached.fetch_add(1, Relaxed);
     region.hot().escapes.fetch_add(u64::from(state.escapes.swap(0, Relaxed)), Relaxed);
     Ok(Some(container))
+}
+
+/// The descriptor by which a file is being set up.
+struct Guard(Option<Fd>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if let Some(fd) = self.0 {
+            fd.close();
+        }
+    }
 }
 
 /// A container without a slot, for looking.

@@ -246,10 +246,6 @@ pub(super) fn begin_setup(fd: Fd) -> Result<bool, Errno> {
     Ok(true)
 }
 
-pub(super) fn end_setup(fd: Fd) {
-    free_byte(fd, SETUP_AT);
-}
-
 /// Whether any slot below `high_water` has an owner.
 pub(super) fn any_owner(fd: Fd, high_water: usize) -> Result<bool, Errno> {
     for slot in 0..high_water.min(usage::SLOTS) {

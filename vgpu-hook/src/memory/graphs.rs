@@ -92,15 +92,7 @@ impl Graphs {
     /// Lets a card's pool give back what it does not use; whether that was anything.
     pub(super) fn give_way(&self, container: &Container, card: &Card) -> bool {
         let Some(pool) = self.pool(card).filter(|pool| pool.charged.load(Relaxed) != 0) else { return false };
-        let Some(held) = pool.lock.try_lock() else { return false };
-        let before = pool.charged.load(Relaxed);
-        let trim = driver::function!(cuDeviceGraphMemTrim: unsafe extern "C" fn(CUdevice) -> CUresult);
-        if let (Some(trim), Some(device)) = (trim, container.device(card)) {
-            // SAFETY: a device of this process.
-            let _ = unsafe { trim(device) };
-        }
-        follow(container, card, pool, &held);
-        pool.charged.load(Relaxed) < before
+        pool.lock.try_lock().is_some_and(|held| trim(container, card, pool, &held))
     }
 
     /// Takes stock of the cards whose pools hold anything.
@@ -124,6 +116,18 @@ fn follow(container: &Container, card: &Card, pool: &Pool, _: &Held<'_>) -> (u64
         charge::note_peak(card);
     }
     (reserved, attribute(device, USED).unwrap_or(reserved))
+}
+
+/// Makes the pool give back what it does not use; whether that was anything.
+fn trim(container: &Container, card: &Card, pool: &Pool, held: &Held<'_>) -> bool {
+    let before = pool.charged.load(Relaxed);
+    let trim = driver::function!(cuDeviceGraphMemTrim: unsafe extern "C" fn(CUdevice) -> CUresult);
+    if let (Some(trim), Some(device)) = (trim, container.device(card)) {
+        // SAFETY: a device of this process.
+        let _ = unsafe { trim(device) };
+    }
+    follow(container, card, pool, held);
+    pool.charged.load(Relaxed) < before
 }
 
 /// Bytes that the allocation nodes of a graph ask for.
@@ -178,7 +182,8 @@ fn asked_by_node(node: CUgraphNode) -> u64 {
             // SAFETY: zeroed, so whole whatever the driver wrote.
             round_up(unsafe { parameters.assume_init() }.bytes as u64, BLOCK)
         }
-        _ => 0,
+        // Not told: what it takes is charged after the launch.
+        _ => BLOCK,
     }
 }
 
@@ -223,15 +228,19 @@ fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult 
         if graphs.any.load(Relaxed) { graphs.executables.get(executable.addr() as u64) } else { None };
     let (Some(entry), Some(pool)) = (known, graphs.pool(card)) else { return real() };
     let held = pool.lock.lock();
-    let (before, used) = follow(container, card, pool, &held);
-    let missing = round_up(entry.size.saturating_sub(before.saturating_sub(used)), BLOCK);
-    let claim = [round_up(entry.size, BLOCK), missing]
-        .into_iter()
-        .find_map(|bytes| charge::try_ask(container, card, bytes));
+    let (reserved, used) = follow(container, card, pool, &held);
+    let whole = round_up(entry.size, BLOCK);
+    let missing = round_up(entry.size.saturating_sub(reserved.saturating_sub(used)), BLOCK);
+    let claim =
+        [whole, missing].into_iter().find_map(|bytes| charge::try_ask(container, card, bytes)).or_else(
+            || trim(container, card, pool, &held).then(|| charge::try_ask(container, card, whole)).flatten(),
+        );
     let Some(claim) = claim else {
         charge::refused(card);
         return CUresult::OUT_OF_MEMORY;
     };
+    // A trim may have changed it.
+    let before = pool.charged.load(Relaxed);
     container::fault_point();
     let result = real();
     container::fault_point();

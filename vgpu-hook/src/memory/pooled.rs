@@ -171,7 +171,10 @@ unsafe fn counted_alloc(
     let claim = [round_up(wanted, GROWTH), missing]
         .into_iter()
         .find_map(|bytes| charge::try_ask(container, card, bytes))
-        .or_else(|| following.trim().then(|| charge::try_ask(container, card, missing)).flatten());
+        .or_else(|| {
+            let trimmed = following.trim();
+            trimmed.then(|| charge::try_ask(container, card, round_up(wanted, BLOCK))).flatten()
+        });
     let Some(claim) = claim else {
         charge::refused(card);
         return CUresult::OUT_OF_MEMORY;

@@ -1,0 +1,241 @@
+//! Programs under the library over the fake driver, told step by step what to do (`programs/session.c`).
+
+#![allow(dead_code, reason = "each test program uses a part")]
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+
+use fake_state::{STATE_ENV, Store, profile};
+use mullion_region::extension::{self, Hot};
+use mullion_region::usage;
+use tempfile::TempDir;
+
+use crate::common::{compile, library, program, programs};
+
+pub const MIB: u64 = 1 << 20;
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+pub const OUT_OF_MEMORY: u64 = 2;
+
+/// A folder with the fake drivers under their names, a node's cards, and a usage file to be.
+pub struct Place {
+    folder: TempDir,
+    pub library: PathBuf,
+    variables: Vec<(String, String)>,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        // In memory: on an overlay file system, which may be under /tmp, a lock has to be kept by a descriptor.
+        let folder = TempDir::new_in("/dev/shm").unwrap();
+        for (file, name) in [("libcuda.so", "libcuda.so.1"), ("libnvidia_ml.so", "libnvidia-ml.so.1")] {
+            let file = programs().join(file);
+            assert!(file.exists(), "no {}: `cargo build -p fake-cuda -p fake-nvml`", file.display());
+            std::os::unix::fs::symlink(file, folder.path().join(name)).unwrap();
+        }
+        let state = profile::node("h100x2", "node-a").unwrap();
+        Store::create(folder.path().join("node.json"), &state).unwrap();
+        Self { folder, library: library(), variables: Vec::new() }
+    }
+
+    /// With contexts that take so much, instead of none.
+    pub fn contexts_of(mut self, mib: u64) -> Self {
+        self.set("FAKE_CUDA_CONTEXT_MIB", &mib.to_string());
+        self
+    }
+
+    pub fn limited(mut self, bytes: u64) -> Self {
+        self.set("CUDA_DEVICE_MEMORY_LIMIT", &bytes.to_string());
+        self
+    }
+
+    pub fn set(&mut self, name: &str, value: &str) {
+        self.variables.push((name.to_owned(), value.to_owned()));
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub fn usage(&self) -> PathBuf {
+        self.path("usage.cache")
+    }
+
+    /// A program of the tests, linked with the driver.
+    pub fn command(&self, name: &str) -> Command {
+        let mut command = Command::new(built(name));
+        command
+            .env_clear()
+            .env("PATH", std::env::var_os("PATH").unwrap_or_default())
+            .env("LD_LIBRARY_PATH", self.folder.path())
+            .env("LD_PRELOAD", &self.library)
+            .env(STATE_ENV, self.path("node.json"))
+            .env("FAKE_CUDA_CONTEXT_MIB", "0")
+            .env("CUDA_DEVICE_MEMORY_SHARED_CACHE", self.usage())
+            .envs(self.variables.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    pub fn session(&self) -> Session {
+        Session::start(self.command("session"))
+    }
+
+    /// One with `cuInit` done and card 0's primary context current.
+    pub fn ready(&self) -> Session {
+        let mut session = self.session();
+        session.done("init");
+        session.done("primary 0");
+        session
+    }
+
+    /// Our part of the usage file.
+    pub fn hot(&self) -> Hot {
+        let mut bytes = vec![0; extension::HOT_LEN];
+        let file = File::open(self.usage()).unwrap();
+        file.read_exact_at(&mut bytes, usage::EXTENSION_AT as u64).unwrap();
+        extension::read_hot(&bytes).unwrap()
+    }
+
+    /// C and B of a slot on card 0.
+    pub fn slot(&self, slot: usize) -> extension::Slot {
+        let mut bytes = [0; extension::SLOT_SIZE];
+        let at = extension::slot_offset(0, slot).unwrap() as u64;
+        File::open(self.usage()).unwrap().read_exact_at(&mut bytes, at).unwrap();
+        extension::slots(&bytes).next().unwrap()
+    }
+}
+
+/// Compiles a test program once per test run.
+fn built(name: &str) -> PathBuf {
+    static BUILT: OnceLock<TempDir> = OnceLock::new();
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let folder = BUILT.get_or_init(|| {
+        let folder = TempDir::new().unwrap();
+        std::os::unix::fs::symlink(programs().join("libcuda.so"), folder.path().join("libcuda.so.1"))
+            .unwrap();
+        folder
+    });
+    let into = folder.path().join(name);
+    let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if !into.exists() {
+        let driver = format!("-L{}", folder.path().display());
+        let source = program(&format!("{name}.c"));
+        compile("gcc", &[&source], &into, &[&driver, "-l:libcuda.so.1", "-Wl,-z,lazy"]);
+    }
+    into
+}
+
+/// A running program that does as it is told.
+pub struct Session {
+    pub child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+}
+
+impl Session {
+    pub fn start(mut command: Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let stdin = child.stdin.take().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        Self { child, stdin, stdout }
+    }
+
+    pub fn tell(&mut self, step: &str) {
+        writeln!(self.stdin, "{step}").unwrap();
+    }
+
+    /// The numbers of the next answer; `None` when the program is gone.
+    pub fn hear(&mut self) -> Option<Vec<u64>> {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).unwrap();
+        if line.is_empty() {
+            return None;
+        }
+        Some(line.split_whitespace().map(|word| word.parse().unwrap_or_else(|_| panic!("{line}"))).collect())
+    }
+
+    /// Does one step: the driver's result first.
+    pub fn ask(&mut self, step: &str) -> Vec<u64> {
+        self.tell(step);
+        self.hear().unwrap_or_else(|| panic!("{step}: the program is gone: {:?}", self.child.wait()))
+    }
+
+    /// Does steps that must succeed.
+    pub fn done(&mut self, step: &str) {
+        assert_eq!(self.ask(step)[0], 0, "{step}");
+    }
+
+    /// Does a step that the limit refuses: with the right code and without touching its result.
+    pub fn refused(&mut self, step: &str) {
+        let answer = self.ask(step);
+        assert_eq!(answer[0], OUT_OF_MEMORY, "{step}");
+        assert_eq!(answer.get(1).copied().unwrap_or(0), 0, "{step}: the result was touched");
+    }
+
+    /// Bytes in use as the program sees them.
+    pub fn used(&mut self) -> u64 {
+        let info = self.ask("info");
+        assert_eq!(info[0], 0, "{info:?}");
+        info[2] - info[1]
+    }
+
+    /// Bytes that card 0 really gave to this process.
+    pub fn given(&mut self) -> u64 {
+        self.ask("given 0")[1]
+    }
+
+    /// What is charged is what was given.
+    pub fn agree(&mut self, after: &str) -> u64 {
+        let (used, given) = (self.used(), self.given());
+        assert_eq!(used, given, "after {after}: charged {used}, given {given}");
+        used
+    }
+
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Ends it in order; its exit status must be 0.
+    pub fn end(mut self) {
+        drop(self.stdin);
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+/// Runs a command in a mount namespace of its own in which `/usr/local/vgpu` holds the files of `folder`, the control page
+/// among them read-only.
+pub fn in_container(command: &mut Command, folder: &Path) {
+    use nix::mount::{MsFlags, mount};
+    use nix::sched::{CloneFlags, unshare};
+    let folder = folder.to_owned();
+    let prepare = move || {
+        let none = None::<&str>;
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+        mount(Some("none"), "/usr/local", Some("tmpfs"), MsFlags::empty(), none)?;
+        std::fs::create_dir("/usr/local/vgpu")?;
+        for name in ["control.page", "usage.cache"] {
+            let from = folder.join(name);
+            if from.exists() {
+                let to = Path::new("/usr/local/vgpu").join(name);
+                File::create(&to)?;
+                mount(Some(&from), &to, none, MsFlags::MS_BIND, none)?;
+            }
+        }
+        let page = "/usr/local/vgpu/control.page";
+        if Path::new(page).exists() {
+            mount(none, page, none, MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_RDONLY, none)?;
+        }
+        Ok(())
+    };
+    // SAFETY: the child is single-threaded and only makes system calls before it calls exec.
+    #[expect(unsafe_code, reason = "prepares the child")]
+    unsafe {
+        command.pre_exec(prepare)
+    };
+}
