@@ -46,8 +46,10 @@ impl Library {
 
     fn find_image(self) -> Option<Image> {
         let image = elf::find(|image| image.is_called(self.name()))?;
-        if self.place().swap(image.base, Release) != image.base {
+        if self.place().load(Acquire) != image.base {
+            // Waits until the thread that is loading it is done.
             crate::loading::pin(image.path);
+            self.place().store(image.base, Release);
         }
         Some(image)
     }
