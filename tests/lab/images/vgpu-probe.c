@@ -6,7 +6,7 @@
  *   vgpu-probe alloc MIB [SECONDS]  takes that much and keeps it for so long (for ever without)
  *   vgpu-probe fill [SECONDS]       takes memory until none is given, in pieces of 64 MiB down to 2 MiB, then keeps it
  *   vgpu-probe storm PROCESSES      takes and gives back in that many processes, for ever; made to be killed
- *   vgpu-probe launch SECONDS US    kernels of US microseconds one after another; how much of the time they ran
+ *   vgpu-probe launch SECONDS US    kernels of US microseconds, four at a time; how much of the time they ran
  *   vgpu-probe torch                what a caching allocator does: blocks, a pool of a stream, segments that grow
  *
  * Built twice: vgpu-probe asks the loader for libcuda.so.1 at run time, vgpu-probe-linked (-DLINKED) at its start.
@@ -259,9 +259,10 @@ static int launch(double seconds, long us) {
       middle = now();
       before = launches;
     }
-    CHECK(cuLaunchKernel, kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0);
+    /* Some ahead, so that the card is never idle for want of a launch. */
+    for (int ahead = 0; ahead < 4; ahead++) CHECK(cuLaunchKernel, kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0);
     CHECK(cuCtxSynchronize);
-    launches++;
+    launches += 4;
   }
   double end = now(), busy = 1e-6 * (double)us;
   printf("{\"launches\": %ld, \"seconds\": %.3f, \"share\": %.4f, \"lateShare\": %.4f}\n", launches, end - from,
