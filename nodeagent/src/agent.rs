@@ -32,6 +32,7 @@ use crate::monitor::export::Exporter;
 use crate::monitor::{Latest, Monitor};
 use crate::nvml::{self, DriverHandle, EventThread};
 use crate::prepare::driver_files::Finder;
+use crate::prepare::library::Library;
 use crate::prepare::{Preparer, container_folder, files};
 use crate::release::{self, Releaser};
 use crate::state::{Key, State};
@@ -71,6 +72,7 @@ pub async fn run(
         tasks: JoinSet::new(),
     };
     agent.serve_kubelet(offered);
+    Library::new(&agent.settings).announce();
     agent.spawn(start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone()));
     agent.spawn(api::append_facts(agent.audit.clone(), received));
     let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::config::Settings;
 use crate::error::Error;
@@ -127,6 +127,17 @@ impl Library {
         };
         *cache = Some((self::stamp(&meta), found.clone()));
         Ok(found)
+    }
+
+    /// Installs what there is and says in the log what that is: at the start, before a container waits for it.
+    pub fn announce(&self) {
+        match self.current() {
+            Ok(Ok(library)) => info!(?library, "library"),
+            Ok(Err(unusable)) => warn!(code = unusable.code(), error = %unusable, "no library"),
+            Err(error) => {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "no library");
+            }
+        }
     }
 
     /// A file that a power cut left behind under the same name is replaced: bound mounts keep the one that they have.
