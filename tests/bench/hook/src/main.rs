@@ -1,0 +1,99 @@
+//! The figures of `libvgpu.so` in `docs/benchmarks.md`: `tests/bench/run hook`.
+
+mod calls;
+mod counts;
+#[path = "../../src/report.rs"]
+mod report;
+mod starts;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Measures libvgpu.so over the fake driver's stub, always beside the stub alone.
+#[derive(Debug, Parser)]
+#[command(name = "mullion-hook-bench")]
+struct Args {
+    #[command(subcommand)]
+    scenario: Scenario,
+    /// The library that `vgpu-hook/build` made.
+    #[arg(long, global = true, default_value = "libvgpu.so")]
+    library: PathBuf,
+    /// The fake driver; the one beside this program unless given.
+    #[arg(long, global = true)]
+    driver: Option<PathBuf>,
+    /// How to print the figures.
+    #[arg(long, global = true, value_enum, default_value_t = Output::Table)]
+    output: Output,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Output {
+    /// Markdown tables.
+    Table,
+    /// JSON, with every single measurement.
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+enum Scenario {
+    /// What allocations, launches and questions for memory cost.
+    Calls(calls::Options),
+    /// What `cuInit` costs, and starting many programs at once.
+    Starts(starts::Options),
+    /// Instructions and system calls, counted.
+    Counts(counts::Options),
+}
+
+/// Where everything is.
+#[derive(Debug)]
+struct Files {
+    calls: PathBuf,
+    library: PathBuf,
+    driver: PathBuf,
+}
+
+impl Files {
+    fn container(&self, setup: hook_bench::Setup) -> Result<hook_bench::Container> {
+        hook_bench::Container::new(&self.calls, &self.library, &self.driver, setup)
+    }
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("mullion-hook-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let args = Args::parse();
+    let calls = hook_bench::program::beside()?;
+    let driver = args.driver.unwrap_or_else(|| calls.with_file_name("libcuda.so"));
+    let files = Files { calls, library: args.library, driver };
+    hook_bench::container::enter_namespace()?;
+    let mut report = match args.scenario {
+        Scenario::Calls(options) => calls::run(&files, &options)?,
+        Scenario::Starts(options) => starts::run(&files, &options)?,
+        Scenario::Counts(options) => counts::run(&files, &options)?,
+    };
+    report.notes.push(load()?);
+    match args.output {
+        Output::Table => print!("{report}"),
+        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+    }
+    Ok(())
+}
+
+/// How busy the machine is at the end of a run.
+fn load() -> Result<String> {
+    let text = std::fs::read_to_string("/proc/loadavg")?;
+    let last_minute = text.split(' ').next().context("an empty /proc/loadavg")?;
+    let cores = std::thread::available_parallelism()?;
+    Ok(format!("Load of the last minute {last_minute} on {cores} cores."))
+}
