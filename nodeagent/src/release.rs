@@ -304,7 +304,8 @@ impl Releaser {
             return Ok(true);
         }
         let pids = self.driver.pids(cards).await?;
-        Ok(!pids.values().flatten().any(|pid| cgroup::is_of_pod(Path::new(PROC), *pid, pod)))
+        let known = self.shared.read(|w| w.card_pids.get(&fact.pod.uid).cloned().unwrap_or_default());
+        Ok(!pids.values().flatten().any(|pid| is_on_card(Path::new(PROC), *pid, pod, &known)))
     }
 
     /// Whether proof can be had: the pods' cgroups are where they are looked for. A pod that runs must show there.
@@ -488,6 +489,13 @@ impl Releaser {
     }
 }
 
+/// Whether a process that the driver lists is the pod's. One that is dead is told by `known`, the pids that it had on
+/// cards: the driver may give memory back later than the kernel lets go of the process.
+fn is_on_card(proc: &Path, pid: u32, pod: &str, known: &BTreeSet<u32>) -> bool {
+    let is_dead = || !proc.join(pid.to_string()).exists();
+    cgroup::is_of_pod(proc, pid, pod) || known.contains(&pid) && is_dead()
+}
+
 fn entries(folder: &Path) -> Vec<(PathBuf, String)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter_map(|e| Some((e.path(), e.file_name().into_string().ok()?))).collect()
@@ -546,6 +554,25 @@ mod tests {
             let deleted_pods = if deleted { ["uid".into()].into() } else { BTreeSet::default() };
             let world = World { pods, deleted_pods, ..World::default() };
             assert_eq!(life(&world, &object), want, "{case}");
+        }
+    }
+
+    #[test]
+    fn a_dead_process_that_the_driver_still_lists_holds_the_card() {
+        let proc = tempfile::tempdir().unwrap();
+        for (pid, pod) in [(10, "ours"), (11, "another")] {
+            let folder = proc.path().join(pid.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            std::fs::write(folder.join("cgroup"), format!("0::/kubepods/pod{pod}/x\n")).unwrap();
+        }
+        let known = BTreeSet::from([10, 11, 12]);
+        for (case, pid, want) in [
+            ("it lives", 10, true),
+            ("its number is another's now", 11, false),
+            ("dead, and still listed", 12, true),
+            ("dead, and never ours", 13, false),
+        ] {
+            assert_eq!(is_on_card(proc.path(), pid, "ours", &known), want, "{case}");
         }
     }
 

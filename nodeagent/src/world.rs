@@ -138,6 +138,8 @@ pub struct World {
     pub refused: BTreeMap<AllocationUid, Refused>,
     /// What the monitor thinks of allocations' limits; `None` until its first look in this run.
     pub verdicts: Option<BTreeMap<AllocationUid, Verdict>>,
+    /// Host pids by which the driver has listed a pod's processes on a card, while they lived.
+    pub card_pids: BTreeMap<PodUid, BTreeSet<u32>>,
     /// Ids that the kubelet's checkpoint gives to containers.
     pub kubelet_ids: BTreeSet<String>,
     /// Other conditions.
@@ -186,7 +188,9 @@ impl World {
         }
         self.orphans.remove(uid);
         if let Some(object) = self.allocations.remove(uid) {
-            self.deleted_pods.remove(&PodUid(object.spec.pod.uid.clone()));
+            let pod = PodUid(object.spec.pod.uid.clone());
+            self.deleted_pods.remove(&pod);
+            self.card_pids.remove(&pod);
         }
         self.refused.remove(uid);
         self.releasing.remove(uid);

@@ -97,6 +97,10 @@ pub struct Looked {
     pub turns: Vec<Turn>,
     /// Facts for the audit log.
     pub rows: Vec<AuditEvent>,
+    /// Host pids that the driver lists on cards, by uid of their pod.
+    pub on_cards: BTreeMap<String, BTreeSet<u32>>,
+    /// All host pids that the driver lists; `None` where it did not answer for each card.
+    pub listed: Option<BTreeSet<u32>>,
 }
 
 /// What is kept of a container between two looks.
@@ -217,6 +221,10 @@ impl Engine {
             }
             self.kept.insert(key, kept);
         }
+        looked.listed = sample.filter(|s| s.nameless.is_empty()).and_then(|sample| {
+            let lists = sample.cards.iter().map(|card| card.processes.as_ref());
+            lists.collect::<Option<Vec<_>>>().map(|l| l.into_iter().flatten().map(|p| p.pid).collect())
+        });
         looked.snapshot.unix_ns = now.unix_ns;
         looked.snapshot.cards = sample.iter().flat_map(|s| &s.cards).map(Card::of).collect();
         looked
@@ -383,6 +391,10 @@ impl Engine {
         } else if let Some(granted) = &target.grant {
             // Nothing to go by, but the library must know that somebody looks after it.
             tend(&self.places.pages.join(&granted.page), now.mono_ns, &[]);
+        }
+        let on_cards: BTreeSet<u32> = measured.iter().flat_map(|m| m.by_process.keys().copied()).collect();
+        if !on_cards.is_empty() && target.grant.is_some() {
+            looked.on_cards.entry(target.pod.uid.clone()).or_default().extend(on_cards);
         }
         let bypassed = self.judge(target, usage.as_ref().ok(), &measured, kept, looked);
         if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {

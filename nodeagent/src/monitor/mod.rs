@@ -152,7 +152,7 @@ impl Monitor {
     }
 
     fn tell(&self, looked: Looked) {
-        let Looked { snapshot, verdicts, turns, rows } = looked;
+        let Looked { snapshot, verdicts, turns, rows, on_cards, listed } = looked;
         self.latest.set(snapshot);
         for row in rows {
             let _ = self.facts.send(traced(row));
@@ -168,6 +168,15 @@ impl Monitor {
             self.announcer.limit(pod, container, message.as_deref());
         }
         self.shared.change_if(|world| {
+            if let Some(listed) = listed {
+                // What the driver does not list any more holds nothing.
+                for pids in world.card_pids.values_mut() {
+                    pids.retain(|pid| listed.contains(pid));
+                }
+            }
+            for (pod, pids) in on_cards {
+                world.card_pids.entry(pod.into()).or_default().extend(pids);
+            }
             let changed = world.verdicts.as_ref() != Some(&verdicts);
             world.verdicts = Some(verdicts);
             changed
