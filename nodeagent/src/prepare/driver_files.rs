@@ -256,7 +256,6 @@ fn read_text(file: &Path) -> std::io::Result<String> {
 }
 
 #[cfg(test)]
-#[expect(clippy::panic, reason = "says what was found instead")]
 mod tests {
     use super::*;
 

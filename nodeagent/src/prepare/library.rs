@@ -190,7 +190,7 @@ impl Library {
         };
         for entry in listed {
             let entry = entry.map_err(Error::file("list", &self.cdi_dir))?;
-            if !entry.file_name().to_str().is_some_and(|name| cdi::grant_of(name).is_some()) {
+            if entry.file_name().to_str().is_none_or(|name| cdi::grant_of(name).is_none()) {
                 continue;
             }
             let bytes = match fs::read(entry.path()) {
