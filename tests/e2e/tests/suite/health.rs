@@ -166,3 +166,40 @@ async fn a_card_that_vanished_before_the_start_is_never_handed_out() -> Result<(
     ensure!(served.spec.containers[0].devices[0].uuid != gone);
     scope.remove().await
 }
+
+/// Design section 4: what was given of a card that is replaced would reach its successor. The pod is evicted and placed anew,
+/// and the successor takes nobody until the pod is released.
+#[tokio::test]
+async fn the_pod_of_a_replaced_card_is_placed_anew() -> Result<()> {
+    let scope = Scope::new("replaced-card").await?;
+    scope.create_set("served", 1, &slice_pod("unused", "5000", "10").on("node-b")).await?;
+    let running = |not: Option<String>| {
+        let scope = scope.clone();
+        async move {
+            for pod in scope.pods().list(&kube::api::ListParams::default()).await?.items {
+                let runs = pod.status.as_ref().and_then(|s| s.phase.as_deref()) == Some("Running");
+                if runs && pod.metadata.deletion_timestamp.is_none() && pod.metadata.uid != not {
+                    return Ok(Some(pod));
+                }
+            }
+            Ok(None)
+        }
+    };
+    let first = eventually("a pod runs", PATIENCE, || running(None)).await?;
+    let old = scope.allocation(&first).await?.spec.containers[0].devices[0].uuid.clone();
+    scope.lab.fake("node-b", &["replace", &old])?;
+    let second =
+        eventually("another pod runs", PATIENCE * 2, || running(first.metadata.uid.clone())).await?;
+    let served = scope.allocation(&second).await?.spec.containers[0].devices[0].uuid.clone();
+    let name = first.metadata.name.clone().unwrap_or_default();
+    let told = scope.events_of(&name).await?;
+    ensure!(told.iter().any(|e| e.contains(&old)), "nothing says why: {told:?}");
+    eventually("the successor takes pods", PATIENCE, || async {
+        let cards = scope.gpu_node("node-b").await?.status.context("no status")?.cards;
+        let well = cards.iter().all(|c| c.uuid != old && c.health.state == HealthState::Healthy);
+        ensure!(cards.iter().any(|c| c.uuid == served), "{served} is of no card");
+        Ok((well && scope.lab.slots("node-b")? == 20).then_some(()))
+    })
+    .await?;
+    scope.remove().await
+}
