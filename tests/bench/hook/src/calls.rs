@@ -95,6 +95,7 @@ fn cases() -> Vec<Case> {
             ..pair
         },
         Case { name: "memory info", call: Call::Info, target: "50 ns", ..pair },
+        Case { name: "cuCtxGetDevice (not hooked)", call: Call::Device, target: "", ..pair },
         launch,
         Case { name: "launch, no limit, two cards", setup: Setup { cards: 2, ..one }, ..launch },
         Case { name: "launch, 50 %", setup: limited, target: "20 ns above", ..launch },

@@ -19,6 +19,8 @@ pub enum Call {
     Launch,
     /// `cuMemGetInfo`.
     Info,
+    /// `cuCtxGetDevice`.
+    Device,
     /// `cuInit`.
     Init,
 }
@@ -30,6 +32,7 @@ impl fmt::Display for Call {
             Self::RandomPair(bytes) => write!(f, "random {bytes}"),
             Self::Launch => f.write_str("launch 0"),
             Self::Info => f.write_str("info 0"),
+            Self::Device => f.write_str("device 0"),
             Self::Init => f.write_str("init 0"),
         }
     }

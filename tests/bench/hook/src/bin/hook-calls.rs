@@ -6,7 +6,7 @@
 //! | `attach OFFSET` | the driver's own `cuInit`, which lies so far behind `fake_cuda_given`, then `cuInit` | ns of the second |
 //! | `context` | makes the primary context of card 0 current | 0 |
 //! | `hold N BYTES` | N allocations that stay | ns |
-//! | `pair BYTES N`, `random BYTES N`, `launch 0 N`, `info 0 N`, `init 0 1` | calls | ns for all N |
+//! | `pair BYTES N`, `random BYTES N`, `launch 0 N`, `info 0 N`, `device 0 N`, `init 0 1` | calls | ns for all N |
 //! | `trace CALL BYTES N` | stops for a debugger before and after N calls | 0 |
 
 #![expect(unsafe_code, reason = "calls a library that it opens, as programs of the driver API do")]
@@ -23,6 +23,7 @@ type Init = unsafe extern "C" fn(c_uint) -> c_int;
 type Alloc = unsafe extern "C" fn(*mut u64, usize) -> c_int;
 type Free = unsafe extern "C" fn(u64) -> c_int;
 type Info = unsafe extern "C" fn(*mut usize, *mut usize) -> c_int;
+type Device = unsafe extern "C" fn(*mut c_int) -> c_int;
 type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
 type SetCurrent = unsafe extern "C" fn(*mut c_void) -> c_int;
 type Launch = unsafe extern "C" fn(
@@ -50,6 +51,7 @@ struct Driver {
     alloc: Alloc,
     free: Free,
     info: Info,
+    device: Device,
     launch: Launch,
 }
 
@@ -62,10 +64,10 @@ fn symbol(handle: *mut c_void, name: &CStr) -> Result<*mut c_void> {
 }
 
 macro_rules! function {
-    ($handle:expr, $name:literal) => {{
+    ($handle:expr, $name:literal, $type:ty) => {{
         let found = symbol($handle, $name)?;
-        // SAFETY: the function has the type of the place that this goes to.
-        unsafe { std::mem::transmute::<*mut c_void, _>(found) }
+        // SAFETY: the driver's function of this name has this type (`cuda.h`).
+        unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
     }};
 }
 
@@ -76,13 +78,14 @@ impl Driver {
         ensure!(!handle.is_null(), "no libcuda.so.1: set LD_LIBRARY_PATH");
         Ok(Self {
             handle,
-            init: function!(handle, c"cuInit"),
-            retain: function!(handle, c"cuDevicePrimaryCtxRetain"),
-            set_current: function!(handle, c"cuCtxSetCurrent"),
-            alloc: function!(handle, c"cuMemAlloc_v2"),
-            free: function!(handle, c"cuMemFree_v2"),
-            info: function!(handle, c"cuMemGetInfo_v2"),
-            launch: function!(handle, c"cuLaunchKernel"),
+            init: function!(handle, c"cuInit", Init),
+            retain: function!(handle, c"cuDevicePrimaryCtxRetain", Retain),
+            set_current: function!(handle, c"cuCtxSetCurrent", SetCurrent),
+            alloc: function!(handle, c"cuMemAlloc_v2", Alloc),
+            free: function!(handle, c"cuMemFree_v2", Free),
+            info: function!(handle, c"cuMemGetInfo_v2", Info),
+            device: function!(handle, c"cuCtxGetDevice", Device),
+            launch: function!(handle, c"cuLaunchKernel", Launch),
         })
     }
 
@@ -99,7 +102,7 @@ impl Driver {
         let known = symbol(self.handle, c"fake_cuda_given")?;
         let own = known.wrapping_byte_offset(offset);
         // SAFETY: the offset is that of the driver's `cuInit`.
-        let own: Init = unsafe { std::mem::transmute(own) };
+        let own = unsafe { std::mem::transmute::<*mut c_void, Init>(own) };
         // SAFETY: the driver's function.
         ok(unsafe { own(0) })?;
         self.init()
@@ -113,7 +116,7 @@ impl Driver {
         ok(unsafe { (self.set_current)(context) })
     }
 
-    #[inline(always)]
+    #[inline]
     fn alloc(&self, bytes: usize) -> Result<u64, c_int> {
         let mut address = 0;
         // SAFETY: writes an address.
@@ -121,7 +124,7 @@ impl Driver {
         if result == 0 { Ok(address) } else { Err(result) }
     }
 
-    #[inline(always)]
+    #[inline]
     fn free(&self, address: u64) -> Result<(), c_int> {
         // SAFETY: one of the driver's addresses.
         let result = unsafe { (self.free)(address) };
@@ -182,6 +185,19 @@ impl Driver {
         }
         Ok(())
     }
+
+    #[inline(never)]
+    fn devices(&self, count: u32) -> Result<(), c_int> {
+        let mut device = 0;
+        for _ in 0..count {
+            // SAFETY: writes a number.
+            let result = unsafe { (self.device)(&raw mut device) };
+            if result != 0 {
+                return Err(result);
+            }
+        }
+        Ok(())
+    }
 }
 
 fn ok(result: c_int) -> Result<()> {
@@ -217,6 +233,7 @@ impl State {
             "random" => self.driver.random_pairs(&mut self.held, bytes, count, &mut self.seed),
             "launch" => self.driver.launches(count),
             "info" => self.driver.infos(count),
+            "device" => self.driver.devices(count),
             "init" => return self.driver.init().map(|_| ()),
             other => bail!("no call {other}"),
         };
