@@ -1,4 +1,10 @@
 //! A process and its container: where limits come from, who owns a slot, and what happens to one that dies.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
 
 mod common;
 mod sessions;
@@ -7,7 +13,7 @@ use std::fs::File;
 use std::io::Write;
 use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -15,6 +21,7 @@ use fake_state::Store;
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices, extension};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use sessions::{MIB, Place, Session, in_container};
 
 /// What `cuInit` answers, and what is said on stderr.
@@ -126,6 +133,7 @@ fn the_page_counts_whatever_the_environment_says() {
         assert_eq!(session.ask("total 1"), [0, 32 * MIB], "{case}");
         session.done("alloc a 67108864");
         session.refused("alloc b 2097152");
+        session.end();
     }
     assert_eq!(place.hot().attached, 4);
 }
@@ -140,7 +148,7 @@ fn cards_are_told_by_uuid_whatever_cuda_calls_them() {
     session.done("init");
     assert_eq!(session.ask("total 0"), [0, 64 * MIB]);
     assert_eq!(session.ask("total 1"), [0, 32 * MIB]);
-    drop(session);
+    session.end();
     place.set("CUDA_VISIBLE_DEVICES", "1");
     let mut session = Session::start(mounted(&place));
     session.done("init");
@@ -162,7 +170,9 @@ fn cards_are_told_by_uuid_whatever_cuda_calls_them() {
 #[test]
 #[ignore = "needs the built library"]
 fn what_cannot_be_kept_is_refused_or_reported_by_the_page() {
-    let damages: [(&str, fn(&Place), &str); 6] = [
+    /// A case, what is done to the files, and the name of what is said.
+    type Damage = (&'static str, fn(&Place), &'static str);
+    let damages: [Damage; 6] = [
         ("no usage file", |place| std::fs::remove_file(place.usage()).unwrap(), "UsageFileUnusable"),
         (
             "cut",
@@ -241,8 +251,13 @@ fn a_file_by_hand_that_cannot_be_used_is_said_at_once() {
 
 /// Takes an open-file-description lock.
 fn lock_byte(file: &File, at: i64) {
-    let record =
-        nix::libc::flock { l_type: nix::libc::F_WRLCK as i16, l_whence: 0, l_start: at, l_len: 1, l_pid: 0 };
+    let record = nix::libc::flock {
+        l_type: i16::try_from(nix::libc::F_WRLCK).unwrap(),
+        l_whence: 0,
+        l_start: at,
+        l_len: 1,
+        l_pid: 0,
+    };
     nix::fcntl::fcntl(file, nix::fcntl::FcntlArg::F_OFD_SETLK(&record)).unwrap();
 }
 
@@ -541,7 +556,6 @@ fn an_overlay_file_system_works_as_well() {
         place.path("upper").display(),
         place.path("work").display()
     );
-    use nix::mount::{MntFlags, MsFlags, mount, umount2};
     let merged = place.path("merged");
     mount(Some("overlay"), &merged, Some("overlay"), MsFlags::empty(), Some(options.as_str()))
         .expect("an overlay can be mounted by root");
@@ -560,10 +574,14 @@ fn an_overlay_file_system_works_as_well() {
         }
         first.done("alloc a 62914560");
         second.refused("alloc a 8388608");
-        // A child that stays holds the descriptor for a moment only.
+        // A child that stays holds the descriptor only until it runs for the first time.
         let child = first.ask("fork-stay")[1];
         first.kill();
-        second.done("alloc a 62914560");
+        let begun = Instant::now();
+        while second.ask("alloc a 62914560")[0] != 0 {
+            assert!(begun.elapsed() < Duration::from_secs(5), "the child keeps its parent's slot");
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let _ = Command::new("kill").args(["-KILL", &child.to_string()]).status();
         second.end();
     });
@@ -571,12 +589,11 @@ fn an_overlay_file_system_works_as_well() {
     checked.unwrap();
 }
 
-/// The library in which a process can be killed at each change of a shared word.
-fn with_fault_points() -> std::path::PathBuf {
-    let folder = std::env::var_os("MULLION_HOOK_FAULT").expect(
-        "MULLION_HOOK_FAULT is not set: give it the folder of `vgpu-hook/build` with --features fault-points",
-    );
-    Path::new(&folder).join(format!("{}-unknown-linux-gnu/libvgpu.so", std::env::consts::ARCH))
+/// The library in which a process can be killed at each change of a shared word
+/// (`MULLION_HOOK_FEATURES=fault-points vgpu-hook/build FOLDER/fault-points`).
+fn with_fault_points() -> PathBuf {
+    let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    common::built().join("fault-points").join(target).join("libvgpu.so")
 }
 
 /// Each point at which a process may die, one after the other: the others go on within a second, and nothing of the dead

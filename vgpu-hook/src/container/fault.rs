@@ -46,7 +46,7 @@ mod injected {
     fn deadly() -> u32 {
         match DEADLY.load(Relaxed) {
             0 => {
-                let text = sys::environment(c"MULLION_FAULT_POINT").map(|text| text.to_bytes());
+                let text = sys::environment(c"MULLION_FAULT_POINT").map(core::ffi::CStr::to_bytes);
                 let number = text.and_then(|text| core::str::from_utf8(text).ok()?.parse().ok());
                 let deadly = number.filter(|n| *n != 0).unwrap_or(u32::MAX);
                 DEADLY.store(deadly, Relaxed);

@@ -1,6 +1,7 @@
 //! The two files: opened, checked, and where the limits are given by hand, made.
 
 #![expect(unsafe_code, reason = "maps files")]
+#![expect(clippy::cast_ptr_alignment, reason = "mappings begin on pages")]
 
 use core::ffi::CStr;
 use core::num::NonZeroU64;
@@ -24,7 +25,7 @@ const NO_SPACE: Errno = Errno(28);
 const O_NONBLOCK: i32 = 0o4000;
 
 /// The control page and what it says; `None` where none is mounted.
-pub(super) fn open_page(path: &CStr) -> Result<Option<(&'static Page, PageSpec)>, Refusal> {
+pub(super) fn open_page(path: &'static CStr) -> Result<Option<(&'static Page, PageSpec)>, Refusal> {
     let fd = match sys::open(path, sys::O_RDONLY | sys::O_CLOEXEC | O_NONBLOCK, 0) {
         Err(Errno::NOENT) => return Ok(None),
         other => other.map_err(Refusal::PageUnreadable)?,
@@ -61,8 +62,8 @@ pub(super) struct Opened {
 }
 
 /// Opens and maps the usage file beside a control page.
-pub(super) fn open_mounted(path: &CStr) -> Result<Opened, Refusal> {
-    let text = Text::new(path.to_bytes());
+pub(super) fn open_mounted(path: &'static CStr) -> Result<Opened, Refusal> {
+    let text = Text(path);
     let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
     let fd = sys::open(path, sys::O_RDWR | sys::O_CLOEXEC | O_NONBLOCK, 0)
         .map_err(|errno| unusable("opening", errno))?;
@@ -76,11 +77,11 @@ pub(super) fn open_mounted(path: &CStr) -> Result<Opened, Refusal> {
 /// The setting-up byte is held, by the description that comes last, until the slot is taken: it is freed by closing that.
 /// It is not the mapping's, of which no copy may be left when the slot's lock is tried.
 pub(super) fn open_by_hand(
-    path: &CStr,
+    path: &'static CStr,
     settings: &Settings,
     cards: &[CUuuid],
 ) -> Result<(Opened, PageSpec, Fd), Refusal> {
-    let text = Text::new(path.to_bytes());
+    let text = Text(path);
     let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
     let flags = sys::O_RDWR | sys::O_CLOEXEC | sys::O_CREAT | O_NONBLOCK;
     let fd = sys::open(path, flags, 0o666).map_err(|errno| unusable("opening", errno))?;
@@ -113,16 +114,16 @@ pub(super) fn open_by_hand(
 }
 
 /// Opens an existing file for looking at it.
-pub(super) fn open_existing(path: &CStr) -> Option<(Opened, hami::Header)> {
-    let text = Text::new(path.to_bytes());
+pub(super) fn open_existing(path: &'static CStr) -> Option<(Opened, hami::Header)> {
+    let text = Text(path);
     let fd = sys::open(path, sys::O_RDWR | sys::O_CLOEXEC | O_NONBLOCK, 0).ok()?;
     let found = check(fd, text).and_then(|header| Ok((map(fd, path)?, header)));
     fd.close();
     found.ok()
 }
 
-fn map(fd: Fd, path: &CStr) -> Result<Opened, Refusal> {
-    let text = Text::new(path.to_bytes());
+fn map(fd: Fd, path: &'static CStr) -> Result<Opened, Refusal> {
+    let text = Text(path);
     let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
     let status = fd.status().map_err(|errno| unusable("looking at it", errno))?;
     let base = fd.map(usage::FILE_LEN, 0, true).map_err(|errno| unusable("mapping", errno))?;
@@ -239,8 +240,15 @@ fn entry(uuid: CardUuid, memory: Option<NonZeroU64>, core: Option<CorePercent>) 
     PageDevice::new(uuid, memory.unwrap_or(NonZeroU64::MAX), core.unwrap_or(CorePercent::WHOLE))
 }
 
-fn page_of(devices: Devices<PageDevice>) -> PageSpec {
-    PageSpec { sequence: 0, heartbeat_ns: 0, futex: 0, enforcement: Enforcement::Required, grant: 0, devices }
+fn page_of(devices: &Devices<PageDevice>) -> PageSpec {
+    PageSpec {
+        sequence: 0,
+        heartbeat_ns: 0,
+        futex: 0,
+        enforcement: Enforcement::Required,
+        grant: 0,
+        devices: *devices,
+    }
 }
 
 /// What a page would say of a file's cards.
@@ -249,7 +257,7 @@ pub(super) fn page_of_header(header: &hami::Header) -> PageSpec {
     for device in header.devices.iter() {
         let _ = devices.push(entry_of(device));
     }
-    page_of(devices)
+    page_of(&devices)
 }
 
 fn entry_of(device: &hami::HeaderDevice) -> PageDevice {
@@ -314,7 +322,7 @@ fn start_over(
         }
     }
     write(fd, &usage::MAGIC.to_le_bytes(), 0).map_err(writing)?;
-    Ok(page_of(ours))
+    Ok(page_of(&ours))
 }
 
 /// Others use the file: its limits count, and cards that it lacks are added.
@@ -354,7 +362,7 @@ fn join(
         let count = devices.len() as u64;
         write(fd, &count.to_le_bytes(), usage::DEVICE_NUM_AT as u64).map_err(unusable)?;
     }
-    Ok(page_of(devices))
+    Ok(page_of(&devices))
 }
 
 fn write(fd: Fd, mut bytes: &[u8], mut offset: u64) -> Result<(), Errno> {

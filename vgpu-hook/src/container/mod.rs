@@ -110,14 +110,14 @@ pub(crate) enum Gate {
 /// How a call that takes or gives memory, or puts work on a card, is to be treated.
 #[inline]
 pub(crate) fn gate() -> Gate {
-    match attached_now() {
+    match attached() {
         Some(container) => Gate::Limited(container),
         None => gate_unattached(),
     }
 }
 
 #[inline]
-fn attached_now() -> Option<&'static Container> {
+fn attached() -> Option<&'static Container> {
     let container = state::get()?.container.load(Acquire);
     // SAFETY: null, or a container of this process, which is never freed.
     unsafe { container.as_ref() }
@@ -138,18 +138,10 @@ fn gate_unattached() -> Gate {
     }
 }
 
-/// The container, when this process is attached to it.
-pub(crate) fn attached() -> Option<&'static Container> {
-    match gate() {
-        Gate::Limited(container) => Some(container),
-        Gate::Open | Gate::Refused(_) => None,
-    }
-}
-
 /// The container for a program that reads NVML: without a slot of its own where it has none.
 pub(crate) fn for_nvml() -> Option<&'static Container> {
     let state = state::make().ok()?;
-    if let Some(container) = attached_now() {
+    if let Some(container) = attached() {
         return Some(container);
     }
     // SAFETY: null, or a container of this process, which is never freed.
@@ -192,7 +184,7 @@ pub(crate) unsafe fn init(real: unsafe extern "C" fn(u32) -> CUresult, flags: u3
 fn enter(state: &'static State) -> Gate {
     if let Some(turn) = state.begin() {
         let limits = Limits::find();
-        match limits.and_then(|limits| attach(state, limits)) {
+        match limits.and_then(|limits| attach(state, &limits)) {
             Ok(Some(container)) => turn.attached(container),
             Ok(None) => turn.open(),
             // The driver is not ready, and will say so itself: a child forked after cuInit, or a call before it.
@@ -200,7 +192,7 @@ fn enter(state: &'static State) -> Gate {
                 turn.give_up();
                 return Gate::Open;
             }
-            Err(refusal) if limits.is_ok_and(Limits::only_reported) => {
+            Err(refusal) if limits.is_ok_and(|limits| limits.only_reported()) => {
                 refusal.say("the page says report: this process runs without a limit");
                 turn.open();
             }
@@ -210,7 +202,7 @@ fn enter(state: &'static State) -> Gate {
             }
         }
     }
-    match (attached_now(), state.phase()) {
+    match (attached(), state.phase()) {
         (Some(container), _) => Gate::Limited(container),
         (None, Phase::Refused) => Gate::Refused(state.refused_with()),
         (None, _) => Gate::Open,
@@ -219,6 +211,7 @@ fn enter(state: &'static State) -> Gate {
 
 /// Where this process's limits come from.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one, while the process attaches")]
 enum Limits {
     /// Nobody set any.
     None,
@@ -238,7 +231,7 @@ impl Limits {
     }
 
     /// Whether what cannot be kept is let through.
-    fn only_reported(self) -> bool {
+    fn only_reported(&self) -> bool {
         matches!(self, Self::Mounted(_, PageSpec { enforcement: Enforcement::Report, .. }))
     }
 }
@@ -255,10 +248,7 @@ fn wanted() -> bool {
 /// Reads the environment.
 fn value_of(variable: Variable) -> Option<&'static [u8]> {
     let mut name = environment::Name::default();
-    let value = sys::environment(name.of(variable)?)?.as_ptr();
-    // SAFETY: a value of the environment, which stays where it is until the program changes it; it is read at once, and
-    // said on stderr, before `cuInit` returns.
-    Some(unsafe { CStr::from_ptr::<'static>(value) }.to_bytes())
+    Some(sys::environment(name.of(variable)?)?.to_bytes())
 }
 
 fn path_by_hand() -> &'static CStr {
@@ -268,8 +258,8 @@ fn path_by_hand() -> &'static CStr {
 }
 
 /// Finds the cards, opens the file and takes a slot.
-fn attach(state: &'static State, limits: Limits) -> Result<Option<*mut Container>, Refusal> {
-    let (opened, page, spec, settings, setting_up) = match limits {
+fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Container>, Refusal> {
+    let (opened, page, spec, settings, setting_up) = match *limits {
         Limits::None => return Ok(None),
         Limits::Mounted(page, spec) => {
             // Before the file: a child that forked after cuInit may not ask the driver, and needs no slot then.
@@ -406,7 +396,7 @@ pub(crate) fn refuses() -> bool {
     match state::make().map(State::phase) {
         Ok(Phase::Open) => false,
         Ok(Phase::Refused) => true,
-        Ok(Phase::Attached) => attached_now().is_some_and(|c| c.enforcement == Enforcement::Required),
+        Ok(Phase::Attached) => attached().is_some_and(|c| c.enforcement == Enforcement::Required),
         Ok(Phase::New | Phase::Busy) | Err(_) => wanted(),
     }
 }
@@ -414,7 +404,7 @@ pub(crate) fn refuses() -> bool {
 /// Counts a look-up that could not be answered with a wrapper (`escapes` of the usage file).
 pub(crate) fn count_escape() {
     let Ok(state) = state::make() else { return };
-    match attached_now() {
+    match attached() {
         Some(container) => {
             container.file.region.hot().escapes.fetch_add(1, Relaxed);
         }
@@ -506,11 +496,6 @@ impl Container {
         Peers::new(self)
     }
 
-    /// A card's uuid as both files write it.
-    pub(crate) fn uuid_of(&self, card: &Card) -> Option<Name> {
-        Name::new(card.uuid)
-    }
-
     /// Takes dead processes off the books of a card, at most once a second.
     #[inline]
     pub(crate) fn reap_now_and_then(&self, card: &Card) {
@@ -530,6 +515,11 @@ impl Container {
 }
 
 impl Card {
+    /// Its uuid as both files write it.
+    pub(crate) fn name(&self) -> Option<Name> {
+        Name::new(self.uuid)
+    }
+
     /// Limit in bytes; `None` = this card has none.
     #[inline]
     pub(crate) fn limit(&self) -> Option<u64> {

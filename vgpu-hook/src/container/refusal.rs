@@ -1,5 +1,6 @@
 //! Why a process is not let at the cards: a limit was asked for and cannot be kept.
 
+use core::ffi::CStr;
 use core::fmt::{self, Write as _};
 
 use super::environment;
@@ -133,27 +134,17 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// A path to be shown, cut.
+/// A path to be shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Text {
-    bytes: [u8; 96],
-    len: usize,
-}
+pub(crate) struct Text(pub(crate) &'static CStr);
 
-impl Text {
-    pub(crate) fn new(text: &[u8]) -> Self {
-        let mut bytes = [0; 96];
-        let len = text.len().min(bytes.len());
-        for (to, from) in bytes.iter_mut().zip(text) {
-            *to = *from;
-        }
-        Self { bytes, len }
-    }
-}
+/// The longest path that a message repeats.
+const SHOWN: usize = 96;
 
 impl fmt::Display for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.bytes.get(..self.len).unwrap_or_default().escape_ascii())
+        let path = self.0.to_bytes();
+        write!(f, "{}", path.get(..SHOWN).unwrap_or(path).escape_ascii())
     }
 }
 
@@ -210,7 +201,7 @@ mod tests {
 
     #[test]
     fn every_refusal_is_one_short_line_with_a_way_out() {
-        let path = Text::new(b"/tmp/cudevshr.cache");
+        let path = Text(c"/tmp/cudevshr.cache");
         let refusals = [
             Refusal::Environment(environment::Error {
                 variable: environment::Variable::MemoryLimit(Some(0)),
@@ -246,6 +237,6 @@ mod tests {
             let _ = line.write_str("0123456789");
         }
         assert_eq!(line.as_str().len(), 480);
-        assert_eq!(Text::new(b"/tmp/\x1b[0m").to_string(), r"/tmp/\x1b[0m");
+        assert_eq!(Text(c"/tmp/\x1b[0m").to_string(), r"/tmp/\x1b[0m");
     }
 }

@@ -42,6 +42,7 @@ static KEPT: AtomicI32 = AtomicI32::new(-1);
 #[derive(Debug)]
 pub(crate) struct UsageFile {
     path: [u8; PATH_LEN],
+    shown: Text,
     device: u64,
     inode: u64,
     pub(crate) region: Region,
@@ -76,20 +77,21 @@ pub(crate) fn in_use(region: Region) -> core::ops::Range<usize> {
 
 impl UsageFile {
     /// The file at `path`, which `fd` is open on and `region` is mapped from.
-    pub(crate) fn new(path: &CStr, status: Status, region: Region) -> Result<Self, Errno> {
+    pub(crate) fn new(path: &'static CStr, status: Status, region: Region) -> Result<Self, Errno> {
         const ENAMETOOLONG: Errno = Errno(36);
         let bytes = path.to_bytes_with_nul();
         let mut copy = [0; PATH_LEN];
         copy.get_mut(..bytes.len()).ok_or(ENAMETOOLONG)?.copy_from_slice(bytes);
-        Ok(Self { path: copy, device: status.device, inode: status.inode, region })
+        Ok(Self { path: copy, shown: Text(path), device: status.device, inode: status.inode, region })
     }
 
     fn path(&self) -> &CStr {
         CStr::from_bytes_until_nul(&self.path).unwrap_or(c"")
     }
 
+    /// Its path for a message, while the process attaches.
     pub(crate) fn text(&self) -> Text {
-        Text::new(self.path().to_bytes())
+        self.shown
     }
 
     fn unusable(&self, doing: &'static str, errno: Errno) -> Refusal {

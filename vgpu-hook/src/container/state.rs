@@ -1,14 +1,14 @@
 //! What this process is to the container: a page of private memory that a forked child finds zeroed.
 //!
 //! So a child knows, without a system call and without a handler at fork, that it is not its parent: it owns no slot. A
-//! child that shares its parent's memory until it calls exec (vfork, posix_spawn) sees the parent's page, rightly so. No
+//! child that shares its parent's memory until it calls exec (`vfork`, `posix_spawn`) sees the parent's page, rightly so. No
 //! lock that another thread held at the moment of fork is left behind either: all of them lie here.
 
 #![expect(unsafe_code, reason = "a page shared by all threads")]
 
 use core::ptr::null_mut;
 use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
+use core::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
 
 use super::{Container, Refusal};
 use crate::cuda::CUresult;
@@ -60,9 +60,6 @@ const _: () = assert!(size_of::<State>() <= LEN);
 
 static PAGE: AtomicPtr<State> = AtomicPtr::new(null_mut());
 
-/// Whether a process of this memory, or the one that it was forked from, ever attached.
-static EVER_ATTACHED: AtomicBool = AtomicBool::new(false);
-
 /// The page, once anything was tried in this process or in the one that it was forked from.
 #[inline]
 pub(crate) fn get() -> Option<&'static State> {
@@ -88,11 +85,6 @@ pub(crate) fn make() -> Result<&'static State, Refusal> {
         unsafe { sys::unmap(new, LEN) };
     }
     get().ok_or(Refusal::NoMemory(sys::Errno(12)))
-}
-
-/// Whether this process, or the one that it was forked from, ever had a slot.
-pub(crate) fn ever_attached() -> bool {
-    EVER_ATTACHED.load(Acquire)
 }
 
 impl State {
@@ -164,7 +156,6 @@ impl Turn<'_> {
     /// This is the container.
     pub(crate) fn attached(self, container: *mut Container) {
         self.state.container.store(container, Release);
-        EVER_ATTACHED.store(true, Release);
         self.end(ATTACHED);
     }
 
@@ -291,7 +282,9 @@ mod tests {
                 })
             })
             .collect();
-        threads.into_iter().for_each(|t| t.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         // SAFETY: all threads are done.
         assert_eq!(unsafe { *shared.1.0.get() }, 40_000);
         let held = shared.0.try_lock().unwrap();

@@ -48,7 +48,7 @@ impl Outlived {
 
     fn take(&self, card: &Card) -> bool {
         self.of(card)
-            .is_some_and(|count| count.try_update(Relaxed, Relaxed, |count| count.checked_sub(1)).is_ok())
+            .is_some_and(|count| count.fetch_update(Relaxed, Relaxed, |count| count.checked_sub(1)).is_ok())
     }
 }
 
@@ -136,15 +136,13 @@ unsafe fn create(
     if size > asked {
         let more = charge::try_ask(now.container, now.card, size - asked);
         charge::settle(now.card, claim);
-        match more {
-            Some(more) => charge::settle(now.card, more),
-            None => {
-                destroy_at_driver(kind, made);
-                now.card.memory.free(asked);
-                charge::refused(now.card);
-                return CUresult::OUT_OF_MEMORY;
-            }
-        }
+        let Some(more) = more else {
+            destroy_at_driver(kind, made);
+            now.card.memory.free(asked);
+            charge::refused(now.card);
+            return CUresult::OUT_OF_MEMORY;
+        };
+        charge::settle(now.card, more);
     } else {
         charge::settle_at(now.card, claim, size);
     }

@@ -67,7 +67,7 @@ impl Word {
     const NUMBER: u32 = 26;
 
     const fn first(number: u64, units: u64) -> u64 {
-        number << Self::NUMBER | units * Self::ONE_UNIT | Self::PIECE
+        (number << Self::NUMBER) | (units * Self::ONE_UNIT) | Self::PIECE
     }
 
     const fn number(self) -> u64 {
@@ -240,7 +240,9 @@ mod tests {
                 })
             })
             .collect();
-        threads.into_iter().for_each(|t| t.join().unwrap());
+        for thread in threads {
+            thread.join().unwrap();
+        }
         assert_eq!(paid.load(Relaxed), 0);
     }
 

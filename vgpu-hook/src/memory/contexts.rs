@@ -72,7 +72,7 @@ impl<'c> Before<'c> {
         let other = any_context(container, card);
         let look = match other {
             Some(context) => measured::look_in(card, context),
-            None => measured::look_without_context(container, card),
+            None => measured::look_without_context(card),
         };
         Some(Self { container, card, look, other, claim })
     }
@@ -89,7 +89,7 @@ impl<'c> Before<'c> {
         let after = match (look, other) {
             (None, _) => None,
             (_, Some(other)) => measured::look_in(card, other),
-            (_, None) => measured::look_without_context(container, card),
+            (_, None) => measured::look_without_context(card),
         };
         let claimed = claim.as_ref().map(Claim::bytes);
         let taken = match (look, after) {
@@ -120,7 +120,7 @@ impl<'c> Before<'c> {
 /// Remembers the smallest context seen: a larger one may have had a neighbour's memory in it.
 fn learn(card: &Card, taken: u64) {
     let word = &card.words.context_bytes;
-    let _ = word.try_update(Relaxed, Relaxed, |known| (known == 0 || taken < known).then_some(taken));
+    let _ = word.fetch_update(Relaxed, Relaxed, |known| (known == 0 || taken < known).then_some(taken));
 }
 
 fn card_of(device: CUdevice) -> Result<(&'static Container, &'static Card), Pass> {
@@ -375,16 +375,14 @@ pub(crate) unsafe fn context_set_limit(
     let key = key_of(Kind::Context, now.context);
     let Some(entry) = now.container.books.objects.get(key) else { return result };
     if more > 0 {
-        match charge::ask(now.container, now.card, more) {
-            Some(claim) => charge::settle(now.card, claim),
-            None => {
-                if known {
-                    // SAFETY: what it was before.
-                    let _ = unsafe { real(limit, former) };
-                }
-                return CUresult::OUT_OF_MEMORY;
+        let Some(claim) = charge::ask(now.container, now.card, more) else {
+            if known {
+                // SAFETY: what it was before.
+                let _ = unsafe { real(limit, former) };
             }
-        }
+            return CUresult::OUT_OF_MEMORY;
+        };
+        charge::settle(now.card, claim);
         now.container.books.objects.swap_size(key, entry.size + more);
     } else if less > 0 {
         let freed = less.min(entry.size);

@@ -147,6 +147,7 @@ fn asked_by(graph: CUgraph, depth: u32) -> u64 {
         return 0;
     };
     let Ok(memory) = sys::map_private(bytes) else { return 0 };
+    #[expect(clippy::cast_ptr_alignment, reason = "a mapping begins on a page")]
     let list = memory.cast::<CUgraphNode>();
     // SAFETY: room for `count` nodes.
     let result = unsafe { nodes(graph, list, &raw mut count) };

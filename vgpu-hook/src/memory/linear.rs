@@ -21,7 +21,9 @@ pub(crate) unsafe fn alloc(
     bytes: usize,
 ) -> CUresult {
     // SAFETY: the caller's own size; the pointer is a place of ours.
-    unsafe { allocate(pointer, bytes as u64, |place| real(place, bytes)) }
+    let ask = |place| unsafe { real(place, bytes) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { allocate(pointer, bytes as u64, ask) }
 }
 
 /// `cuMemAllocManaged`: charged in full, although the driver may keep parts of it in the host's memory. What is on the
@@ -36,7 +38,9 @@ pub(crate) unsafe fn alloc_managed(
     flags: c_uint,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the pointer is a place of ours.
-    unsafe { allocate(pointer, bytes as u64, |place| real(place, bytes, flags)) }
+    let ask = |place| unsafe { real(place, bytes, flags) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { allocate(pointer, bytes as u64, ask) }
 }
 
 /// Row alignment that the driver uses for pitched memory on all cards so far, whatever the attribute says.

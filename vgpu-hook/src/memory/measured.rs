@@ -6,7 +6,7 @@
 
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use crate::container::{Card, Container};
+use crate::container::Card;
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver::{self, Function, Library, elf};
 
@@ -75,7 +75,7 @@ macro_rules! nvml {
 
 /// A card on which this process has no context yet: only NVML can tell. `None` where the container has no NVML (its
 /// image does not ask for the driver's `utility` part).
-pub(super) fn look_without_context(container: &Container, card: &Card) -> Option<Look> {
+pub(super) fn look_without_context(card: &Card) -> Option<Look> {
     if !Library::Nvml.is_loaded() {
         load_nvml();
     }
@@ -88,7 +88,7 @@ pub(super) fn look_without_context(container: &Container, card: &Card) -> Option
     if unsafe { start() } != 0 {
         return None;
     }
-    let name = container.uuid_of(card)?;
+    let name = card.name()?;
     let (mut device, mut memory) = (core::ptr::null_mut(), Memory::default());
     // SAFETY: a NUL-terminated name; NVML writes one handle.
     if unsafe { find(name.as_c_str().as_ptr(), &raw mut device) } != 0 {

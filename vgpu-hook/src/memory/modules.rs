@@ -76,7 +76,9 @@ pub(crate) unsafe fn module_load(
     path: *const c_char,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the handle goes to a place of ours.
-    unsafe { load(Kind::Module, module, |place| real(place, path), unload_module) }
+    let ask = |place| unsafe { real(place, path) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { load(Kind::Module, module, ask, unload_module) }
 }
 
 /// `cuModuleLoadData` and `cuModuleLoadFatBinary`.
@@ -89,7 +91,9 @@ pub(crate) unsafe fn module_load_data(
     image: *const c_void,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the handle goes to a place of ours.
-    unsafe { load(Kind::Module, module, |place| real(place, image), unload_module) }
+    let ask = |place| unsafe { real(place, image) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { load(Kind::Module, module, ask, unload_module) }
 }
 
 /// `cuModuleLoadDataEx`.
@@ -111,7 +115,9 @@ pub(crate) unsafe fn module_load_data_ex(
     values: *mut *mut c_void,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the handle goes to a place of ours.
-    unsafe { load(Kind::Module, module, |place| real(place, image, count, options, values), unload_module) }
+    let ask = |place| unsafe { real(place, image, count, options, values) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { load(Kind::Module, module, ask, unload_module) }
 }
 
 type LoadLibrary = unsafe extern "C" fn(

@@ -31,7 +31,9 @@ pub(crate) unsafe fn alloc_async(
     stream: CUstream,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the address is a place of ours.
-    unsafe { from_current_pool(address, bytes, stream, |place| real(place, bytes, stream), false) }
+    let ask = |place| unsafe { real(place, bytes, stream) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { from_current_pool(address, bytes, stream, ask, false) }
 }
 
 /// `cuMemAllocAsync` on each thread's own default stream.
@@ -45,7 +47,9 @@ pub(crate) unsafe fn alloc_async_ptsz(
     stream: CUstream,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the address is a place of ours.
-    unsafe { from_current_pool(address, bytes, stream, |place| real(place, bytes, stream), true) }
+    let ask = |place| unsafe { real(place, bytes, stream) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { from_current_pool(address, bytes, stream, ask, true) }
 }
 
 /// `cuMemAllocFromPoolAsync`.
@@ -60,7 +64,9 @@ pub(crate) unsafe fn alloc_from_pool(
     stream: CUstream,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the address is a place of ours.
-    unsafe { from_pool(address, bytes, pool, stream, |place| real(place, bytes, pool, stream), false) }
+    let ask = |place| unsafe { real(place, bytes, pool, stream) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { from_pool(address, bytes, pool, stream, ask, false) }
 }
 
 /// `cuMemAllocFromPoolAsync` on each thread's own default stream.
@@ -75,7 +81,9 @@ pub(crate) unsafe fn alloc_from_pool_ptsz(
     stream: CUstream,
 ) -> CUresult {
     // SAFETY: the caller's own arguments; the address is a place of ours.
-    unsafe { from_pool(address, bytes, pool, stream, |place| real(place, bytes, pool, stream), true) }
+    let ask = |place| unsafe { real(place, bytes, pool, stream) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { from_pool(address, bytes, pool, stream, ask, true) }
 }
 
 /// The device whose pool `stream` allocates from.

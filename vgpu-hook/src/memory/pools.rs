@@ -195,7 +195,7 @@ impl Pools {
         self.by_handle.insert(pool, &Entry { note: index as u64, ..Entry::default() }).is_ok()
     }
 
-    fn follow<'r>(&self, container: &'r Container, record: &'r Record, wait: bool) -> Option<Following<'r>> {
+    fn follow<'r>(container: &'r Container, record: &'r Record, wait: bool) -> Option<Following<'r>> {
         let card = u8::try_from(record.card.load(Relaxed)).ok().and_then(|index| container.card_at(index))?;
         let held = if wait { record.lock.lock() } else { record.lock.try_lock()? };
         Some(Following { record, card, _held: held })
@@ -204,7 +204,7 @@ impl Pools {
     /// Holds a pool's record; `None` for one that is not counted. Also the record's number, for [`Self::left`].
     pub(super) fn hold<'r>(&'r self, container: &'r Container, pool: u64) -> Option<(u64, Following<'r>)> {
         let (index, record) = self.record(pool)?;
-        Some((index, self.follow(container, record, true)?))
+        Some((index, Self::follow(container, record, true)?))
     }
 
     /// Reads what one pool holds.
@@ -223,7 +223,7 @@ impl Pools {
             if record.charged.load(Relaxed) == 0 && record.state.load(Relaxed) != ORPHAN {
                 continue;
             }
-            let Some(following) = self.follow(container, record, true) else { continue };
+            let Some(following) = Self::follow(container, record, true) else { continue };
             if record.state.load(Relaxed) == ORPHAN && record.live.load(Relaxed) == 0 {
                 following.follow(0);
                 record.state.store(FREE, Release);
@@ -241,7 +241,7 @@ impl Pools {
                 continue;
             }
             let before = record.charged.load(Relaxed);
-            if let Some(following) = self.follow(container, record, false) {
+            if let Some(following) = Self::follow(container, record, false) {
                 any |= following.trim() || following.charged() < before;
             }
         }
@@ -251,7 +251,7 @@ impl Pools {
     /// An allocation of the pool with this record was freed.
     pub(super) fn left(&self, index: u64) {
         if let Some(record) = usize::try_from(index).ok().and_then(|index| self.records().get(index)) {
-            let _ = record.live.try_update(Relaxed, Relaxed, |live| live.checked_sub(1));
+            let _ = record.live.fetch_update(Relaxed, Relaxed, |live| live.checked_sub(1));
         }
     }
 
@@ -265,7 +265,7 @@ impl Pools {
         let _held = self.lock.lock();
         let Some(entry) = self.by_handle.take(pool) else { return destroy() };
         let record = usize::try_from(entry.note).ok().and_then(|index| self.records().get(index));
-        let following = record.and_then(|record| self.follow(container, record, true));
+        let following = record.and_then(|record| Self::follow(container, record, true));
         if let Some(following) = &following {
             following.look();
         }
