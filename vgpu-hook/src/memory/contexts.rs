@@ -11,7 +11,7 @@ use mullion_accounting::{Claim, Entry};
 use mullion_region::MAX_DEVICES;
 
 use super::measured::{self, Look};
-use super::{Kind, Pass, charge, counted, current_context, here, key_of, linear};
+use super::{Kind, Pass, charge, counted, here, key_of, linear};
 use crate::container::{self, Card, Container, Lock};
 use crate::cuda::{CUcontext, CUdevResourceDesc, CUdevice, CUgreenCtx, CUresult};
 use crate::driver;
@@ -26,11 +26,36 @@ pub(crate) struct Contexts {
     /// Making and ending one looks at the card before and after.
     lock: Lock,
     primary: [AtomicU64; MAX_DEVICES],
+    /// Contexts by card.
+    count: [AtomicU64; MAX_DEVICES],
+    /// The one context of a card that has just one; else 0.
+    only: [AtomicU64; MAX_DEVICES],
 }
 
 impl Contexts {
     pub(super) const fn new() -> Self {
-        Self { lock: Lock::new(), primary: [const { AtomicU64::new(0) }; MAX_DEVICES] }
+        Self {
+            lock: Lock::new(),
+            primary: [const { AtomicU64::new(0) }; MAX_DEVICES],
+            count: [const { AtomicU64::new(0) }; MAX_DEVICES],
+            only: [const { AtomicU64::new(0) }; MAX_DEVICES],
+        }
+    }
+
+    /// The context of a card on which this process has just one: then the driver need not be asked which it is. Else 0.
+    #[inline]
+    pub(super) fn only(&self, card: &Card) -> u64 {
+        self.only.get(usize::from(card.index)).map_or(0, |only| only.load(Relaxed))
+    }
+
+    /// There is one more context on `card`, or one less. The lock is held.
+    fn changed(&self, container: &Container, card: &Card, more: bool) {
+        let index = usize::from(card.index);
+        let (Some(count), Some(only)) = (self.count.get(index), self.only.get(index)) else { return };
+        let before = count.load(Relaxed);
+        let now = if more { before + 1 } else { before.saturating_sub(1) };
+        count.store(now, Relaxed);
+        only.store(if now == 1 { any_context(container, card).unwrap_or(0) } else { 0 }, Relaxed);
     }
 
     fn primary(&self, card: &Card) -> Option<&AtomicU64> {
@@ -113,6 +138,7 @@ impl<'c> Before<'c> {
         }
         let entry = Entry { size: taken, card: card.index, kind: kind as u8, note: context };
         let _ = container.books.objects.insert(key_of(kind, context), &entry);
+        container.books.contexts.changed(container, card, true);
         true
     }
 }
@@ -202,8 +228,6 @@ pub(crate) unsafe fn primary_end(
     let _held = container.books.contexts.lock.lock();
     let place = container.books.contexts.primary(card);
     let context = place.map_or(0, |place| place.load(Relaxed));
-    // Its handle may be another's as soon as it is gone.
-    container.books.forget_context(context);
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(device) };
@@ -227,6 +251,7 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
         && let Some(card) = container.card_at(entry.card)
     {
         card.memory.free(entry.size);
+        books.contexts.changed(container, card, false);
     }
     let of_context = |_: u64, entry: &Entry| entry.note == context && entry.kind != Kind::Pooled as u8;
     books.pointers.drain(of_context, |address, entry| {
@@ -336,7 +361,6 @@ pub(crate) unsafe fn context_destroy(
     };
     let _held = container.books.contexts.lock.lock();
     let handle = context.addr() as u64;
-    container.books.forget_context(handle);
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
@@ -449,8 +473,6 @@ pub(crate) unsafe fn green_destroy(
         // SAFETY: the caller's own argument.
         return unsafe { real(context) };
     };
-    // Contexts made from it are not told apart: their cards are looked up anew.
-    container.books.forget_context(current_context());
     let handle = context.addr() as u64;
     let entry = container.books.objects.take(key_of(Kind::GreenContext, handle));
     // SAFETY: the caller's own argument.

@@ -36,9 +36,6 @@ mod pools;
 mod views;
 mod virtual_memory;
 
-use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::Relaxed;
-
 use mullion_region::MAX_DEVICES;
 
 use crate::container::{self, Card, Container, Gate};
@@ -65,8 +62,6 @@ pub(crate) struct Books {
     objects: Entries,
     /// By card.
     blocks: [blocks::Blocks; MAX_DEVICES],
-    /// Contexts seen lately, with their card's place: `context << 4 | place`.
-    seen: [AtomicU64; SEEN],
     allocations: virtual_memory::Allocations,
     pools: pools::Pools,
     graphs: graphs::Graphs,
@@ -93,33 +88,17 @@ enum Kind {
     GreenContext = 9,
 }
 
-/// Contexts that are remembered.
-const SEEN: usize = 8;
-
 impl Books {
     pub(crate) const fn new() -> Self {
         Self {
             pointers: Arena::table(),
             objects: Arena::table(),
             blocks: [const { blocks::Blocks::new() }; MAX_DEVICES],
-            seen: [const { AtomicU64::new(0) }; SEEN],
             allocations: virtual_memory::Allocations::new(),
             pools: pools::Pools::new(),
             graphs: graphs::Graphs::new(),
             contexts: contexts::Contexts::new(),
             outlived: arrays::Outlived::new(),
-        }
-    }
-
-    fn seen(&self, context: u64) -> Option<&AtomicU64> {
-        let place = usize::try_from(context >> 4 ^ context >> 9 ^ context >> 16).unwrap_or(0) % SEEN;
-        self.seen.get(place)
-    }
-
-    /// A context is about to go: its handle may soon be another's.
-    fn forget_context(&self, context: u64) {
-        if let Some(place) = self.seen(context) {
-            place.store(0, Relaxed);
         }
     }
 }
@@ -151,7 +130,7 @@ fn counted() -> Result<&'static Container, Pass> {
 }
 
 /// The calling thread's context as the driver knows it; 0 = none.
-#[inline]
+#[cold]
 fn current_context() -> u64 {
     let Some(ask) = driver::function!(cuCtxGetCurrent: unsafe extern "C" fn(*mut CUcontext) -> CUresult)
     else {
@@ -167,30 +146,11 @@ fn current_context() -> u64 {
 #[inline]
 fn here() -> Result<Here, Pass> {
     let container = counted()?;
-    let context = current_context();
-    if context == 0 {
-        return Err(Pass::Driver);
-    }
-    if let Some(seen) = container.books.seen(context) {
-        let known = seen.load(Relaxed);
-        let [place, ..] = known.to_le_bytes();
-        if known >> 4 == context
-            && let Some(card) = container.card_at(place & 15)
-        {
-            return Ok(Here { container, card, context });
-        }
-    }
-    look_up(container, context)
-}
-
-#[cold]
-fn look_up(container: &'static Container, context: u64) -> Result<Here, Pass> {
     let card = container.current_card().ok_or(Pass::Driver)?;
-    if let Some(seen) = container.books.seen(context)
-        && context < 1 << 60
-    {
-        seen.store(context << 4 | u64::from(card.index), Relaxed);
-    }
+    let context = match container.books.contexts.only(card) {
+        0 => current_context(),
+        only => only,
+    };
     Ok(Here { container, card, context })
 }
 
