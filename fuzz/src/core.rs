@@ -82,7 +82,9 @@ pub fn wishes(data: &[u8]) {
 
 fn decide(pod: &PodView) {
     let defaults = Defaults::default();
-    warnings(pod).iter().for_each(|warning| crate::sayable(warning));
+    for warning in warnings(pod) {
+        crate::sayable(&warning);
+    }
     let admitted = admit_pod(pod, &defaults);
     match parse_pod(pod, &defaults) {
         Err(error) => {
@@ -104,9 +106,9 @@ fn decide(pod: &PodView) {
 /// What fits an empty node, and what is then taken there: both verdicts agree, and a hold that was given stands.
 fn place(request: &mullion_core::request::PodRequest) {
     let mut ledger = Ledger::default();
-    node("n", 3).iter().for_each(|event| {
-        ledger.apply(event);
-    });
+    for event in node("n", 3) {
+        ledger.apply(&event);
+    }
     let (shape, name) = (Shape::new(request), "n".into());
     match shape.fit(&ledger, &name) {
         Err(refusal) => {
@@ -132,9 +134,9 @@ fn place(request: &mullion_core::request::PodRequest) {
 /// itself that it was handed out.
 pub fn facts(data: &[u8]) {
     let mut ledger = Ledger::default();
-    node("n", 3).iter().for_each(|event| {
-        ledger.apply(event);
-    });
+    for event in node("n", 3) {
+        ledger.apply(&event);
+    }
     for line in data.split(|&byte| byte == b'\n').take(64) {
         if let Ok(Guard(Ok(object))) = serde_json::from_slice::<Guard<VGPUAllocation>>(line) {
             let mut fact = read::allocation(&object);

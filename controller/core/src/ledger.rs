@@ -435,12 +435,11 @@ impl Ledger {
         }
         self.end_unreadable(uid);
         self.unreadable.insert(uid.clone(), node.cloned());
-        match node {
-            Some(node) => self.mark(node, Unaccounted::Allocation(uid.clone()), true),
-            None => {
-                self.nowhere += 1;
-                self.settle_all();
-            }
+        if let Some(node) = node {
+            self.mark(node, Unaccounted::Allocation(uid.clone()), true);
+        } else {
+            self.nowhere += 1;
+            self.settle_all();
         }
         true
     }

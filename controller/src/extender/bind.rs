@@ -164,16 +164,13 @@ impl Binder {
                 }
                 Claim::Held(object) => {
                     let _hold = Hold { store: &self.store, pod: record.pod.uid.clone() };
-                    let made_now = match self.create(&object).await? {
+                    let made_now = if let Some((created, made_now)) = self.create(&object).await? {
                         // Seen before the hold ends: the capacity is never free in between.
-                        Some((created, made_now)) => {
-                            self.store.write(|facts| facts.allocation_seen(created));
-                            made_now
-                        }
-                        None => {
-                            stale = full_name(&object);
-                            false
-                        }
+                        self.store.write(|facts| facts.allocation_seen(created));
+                        made_now
+                    } else {
+                        stale = full_name(&object);
+                        false
                     };
                     let uid = record.pod.uid.as_str();
                     let made = self.store.read(|facts| {

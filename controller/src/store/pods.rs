@@ -20,6 +20,7 @@ pub enum Phase {
 }
 
 /// A pod, trimmed.
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own that the API server shows")]
 #[derive(Clone, Debug)]
 pub struct PodRecord {
     /// Which.

@@ -301,10 +301,10 @@ async fn an_allocation_that_was_taken_up_is_waited_for_again() {
     let mut patience = Patience::default();
     show("1");
     pass(&context, &mut patience).await;
-    tokio::time::advance(UNBOUND - Duration::from_secs(1)).await;
+    tokio::time::advance(UNBOUND.saturating_sub(Duration::from_secs(1))).await;
     show("2");
     pass(&context, &mut patience).await;
-    tokio::time::advance(UNBOUND - Duration::from_secs(1)).await;
+    tokio::time::advance(UNBOUND.saturating_sub(Duration::from_secs(1))).await;
     pass(&context, &mut patience).await;
     assert!(api.calls().is_empty(), "it is younger than a bind may be");
     tokio::time::advance(Duration::from_secs(2)).await;
