@@ -188,8 +188,7 @@ async fn the_pod_of_a_replaced_card_is_placed_anew() -> Result<()> {
     let first = eventually("a pod runs", PATIENCE, || running(None)).await?;
     let old = scope.allocation(&first).await?.spec.containers[0].devices[0].uuid.clone();
     scope.lab.fake("node-b", &["replace", &old])?;
-    let second =
-        eventually("another pod runs", PATIENCE * 2, || running(first.metadata.uid.clone())).await?;
+    let second = eventually("another pod runs", PATIENCE * 2, || running(first.metadata.uid.clone())).await?;
     let served = scope.allocation(&second).await?.spec.containers[0].devices[0].uuid.clone();
     let name = first.metadata.name.clone().unwrap_or_default();
     let told = scope.events_of(&name).await?;

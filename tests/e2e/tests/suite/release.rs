@@ -1,8 +1,9 @@
 //! Capacity comes back when, and only when, nothing of the pod is left.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use kube::api::{DeleteParams, ListParams};
 use mullion_crds::vgpuallocation::Phase;
 use mullion_e2e::Scope;
@@ -37,6 +38,16 @@ async fn a_completed_pod_frees_its_slice() -> Result<()> {
     }
     scope.create(&p).await?;
     scope.phase("job", "Succeeded").await?;
+    // The audit log has the whole of it, although the container was over before anybody could have seen it run.
+    let name = format!("{}/job", scope.namespace);
+    eventually("the run is in the audit log", PATIENCE, || async {
+        let rows = scope.lab.audit("node-b", &["pod", &name])?;
+        let rows = rows.as_array().context("no rows")?;
+        let kinds: BTreeSet<&str> = rows.iter().filter_map(|r| r["kind"].as_str()).collect();
+        let want = ["AllocationReserved", "Prepared", "ContainerStarted", "Released"];
+        Ok(want.iter().all(|kind| kinds.contains(kind)).then_some(()))
+    })
+    .await?;
     for name in ["next-one", "next-two"] {
         scope.create(&slice_pod(name, "30000", "10").on("node-b")).await?;
     }

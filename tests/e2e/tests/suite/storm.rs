@@ -152,14 +152,17 @@ async fn pod_resources_agree(
         }
     }
     // Pods that are on their way out are still told of for a while.
-    let live: BTreeSet<(String, String)> = kube::Api::<k8s_openapi::api::core::v1::Pod>::all(scope.client.clone())
-        .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
-        .await?
-        .items
-        .into_iter()
-        .filter(|p| p.metadata.deletion_timestamp.is_none() && p.uid().is_some_and(|uid| pods.contains(&uid)))
-        .map(|p| (p.namespace().unwrap_or_default(), p.name_any()))
-        .collect();
+    let live: BTreeSet<(String, String)> =
+        kube::Api::<k8s_openapi::api::core::v1::Pod>::all(scope.client.clone())
+            .list(&ListParams::default().fields(&format!("spec.nodeName={node}")))
+            .await?
+            .items
+            .into_iter()
+            .filter(|p| {
+                p.metadata.deletion_timestamp.is_none() && p.uid().is_some_and(|uid| pods.contains(&uid))
+            })
+            .map(|p| (p.namespace().unwrap_or_default(), p.name_any()))
+            .collect();
     told.retain(|(namespace, pod, _), _| live.contains(&(namespace.clone(), pod.clone())));
     let mut shown = BTreeMap::new();
     for allocation in allocations {
