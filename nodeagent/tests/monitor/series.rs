@@ -117,10 +117,10 @@ fn schema(text: &str) -> BTreeMap<String, (String, String, String)> {
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# HELP ") {
             let (name, help) = rest.split_once(' ').unwrap();
-            all.entry(name.to_owned()).or_default().2 = help.to_owned();
+            help.clone_into(&mut all.entry(name.to_owned()).or_default().2);
         } else if let Some(rest) = line.strip_prefix("# TYPE ") {
             let (name, kind) = rest.split_once(' ').unwrap();
-            all.entry(name.to_owned()).or_default().0 = kind.to_owned();
+            kind.clone_into(&mut all.entry(name.to_owned()).or_default().0);
         } else if !line.starts_with('#') {
             let end = line.find(['{', ' ']).unwrap();
             let (name, rest) = line.split_at(end);
@@ -157,10 +157,12 @@ fn unit(name: &str) -> &'static str {
         }
     }
     match name {
-        "HostGPUMemoryUsage" | "Device_memory_desc_of_container" => "bytes",
+        "HostGPUMemoryUsage"
+        | "Device_memory_desc_of_container"
+        | "vGPU_device_memory_limit_in_bytes"
+        | "vGPU_device_memory_usage_in_bytes" => "bytes",
         "HostCoreUtilization" | "Device_utilization_desc_of_container" => "percent, 0 to 100",
         "Device_last_kernel_of_container" => "seconds",
-        "vGPU_device_memory_limit_in_bytes" | "vGPU_device_memory_usage_in_bytes" => "bytes",
         _ => "number",
     }
 }

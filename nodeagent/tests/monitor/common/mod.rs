@@ -194,7 +194,7 @@ impl Node {
     pub fn processes(&self, pod: &str, container: &str, pids: &[u32]) {
         let cgroup = self.root.path().join(format!("cgroup/kubepods/pod{pod}/id-{container}"));
         fs::create_dir_all(&cgroup).unwrap();
-        let lines: String = pids.iter().map(|pid| format!("{pid}\n")).collect();
+        let lines = pids.iter().fold(String::new(), |lines, pid| lines + &pid.to_string() + "\n");
         fs::write(cgroup.join("cgroup.procs"), lines).unwrap();
     }
 

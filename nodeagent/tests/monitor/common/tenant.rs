@@ -26,8 +26,8 @@ pub fn run() {
             // Takes a slot, as the library does.
             "claim" => {
                 let lock = libc::flock {
-                    l_type: libc::F_WRLCK as i16,
-                    l_whence: libc::SEEK_SET as i16,
+                    l_type: i16::try_from(libc::F_WRLCK).unwrap(),
+                    l_whence: i16::try_from(libc::SEEK_SET).unwrap(),
                     l_start: i64::try_from(extension::LOCK_AT + number(1)).unwrap(),
                     l_len: 1,
                     l_pid: 0,
@@ -35,11 +35,13 @@ pub fn run() {
                 fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)).unwrap();
             }
             "put" => file.write_all_at(&number(2).to_le_bytes(), number(1)).unwrap(),
-            "put32" => file.write_all_at(&(number(2) as u32).to_le_bytes(), number(1)).unwrap(),
+            "put32" => {
+                file.write_all_at(&u32::try_from(number(2)).unwrap().to_le_bytes(), number(1)).unwrap();
+            }
             "raise32" => {
                 let mut bytes = [0; 4];
                 file.read_exact_at(&mut bytes, number(1)).unwrap();
-                let raised = u32::from_le_bytes(bytes).max(number(2) as u32);
+                let raised = u32::from_le_bytes(bytes).max(u32::try_from(number(2)).unwrap());
                 file.write_all_at(&raised.to_le_bytes(), number(1)).unwrap();
             }
             // Cuts the file and makes it whole again, punches holes, writes noise: as fast as it can, until killed.
@@ -64,7 +66,7 @@ pub fn run() {
                     }
                 }
             }
-            other => panic!("{other}"),
+            other => unreachable!("{other}"),
         }
         println!("ok");
     }
