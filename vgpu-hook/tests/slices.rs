@@ -8,7 +8,7 @@
 
 mod common;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -266,4 +266,38 @@ fn aarch64_gets_exactly_its_slice() {
     filled(&ask(true), 2 * GIB);
     // Nothing is left of the one before.
     filled(&ask(true), 2 * GIB);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn every_version_of_every_function_is_the_one_that_the_driver_means() {
+    let place = Place::new();
+    let versions = place.build("versions");
+    let mut forms = BTreeSet::new();
+    for line in include_str!("driver-functions.txt").lines().filter(|line| line.starts_with("cu")) {
+        let mut words = line.split(' ');
+        let symbol = words.next().unwrap();
+        let since: u32 = words.next().unwrap().parse().unwrap();
+        let plain = symbol.trim_end_matches("_ptsz").trim_end_matches("_ptds");
+        let name = plain.rsplit_once("_v").filter(|(_, v)| v.parse::<u8>().is_ok()).map_or(plain, |(n, _)| n);
+        for version in [since, since.saturating_sub(1), 11030, 11040, 12000, 12080, 13000, 13050] {
+            for flags in 0..3 {
+                forms.insert(format!("{name} {version} {flags}"));
+            }
+        }
+    }
+    assert!(forms.len() > 5_000, "{}", forms.len());
+    let asked = forms.into_iter().collect::<Vec<_>>().join("\n");
+    std::fs::write(place.path("asked"), asked).unwrap();
+    let told = |limit| {
+        let mut command = place.limited(&versions, limit);
+        run(command.env("FAKE_CUDA_VERSION", "13050").arg(place.path("asked"))).quiet()
+    };
+    // Wrappers have the names of what they wrap, so the library changes no answer by name.
+    let (without, with) = (told(None), told(Some(2)));
+    let differ: Vec<_> = without.lines().zip(with.lines()).filter(|(a, b)| a != b).collect();
+    assert!(differ.is_empty(), "{} differ: {:#?}", differ.len(), &differ[..differ.len().min(20)]);
+    assert_eq!(without.lines().count(), with.lines().count());
+    let meant = "cuGraphInstantiate 12000 0: 0 0 cuGraphInstantiateWithFlags";
+    assert!(with.lines().any(|line| line == meant), "no {meant}");
 }

@@ -150,6 +150,10 @@ unsafe fn exchange(
     if given == 0 || table::forms(name.to_bytes()).next().is_none() {
         return Answer::Drivers;
     }
+    // A driver that looks its own functions up as a program does (NVIDIA's does not) has met the wrapper already.
+    if table::rows().any(|row| row.wrapper.0.addr() == given) {
+        return Answer::Wrapper;
+    }
     let version = u32::try_from(version).unwrap_or(0);
     if let Some(row) = form(name.to_bytes(), given, version, flags, ask) {
         row.real.learn(given);
@@ -177,6 +181,12 @@ fn form(
     let exported = |row: &Row| row.real.address() == Ok(given);
     if let found @ Some(_) = one_of(table::forms(name).filter(|row| exported(row)), version, flags) {
         return found;
+    }
+    // A version of one name may be another name's function: `cuGraphInstantiate` is `cuGraphInstantiateWithFlags`
+    // since 12.0.
+    let mut others = table::rows().filter(|row| exported(row));
+    if let (Some(found), None) = (others.next(), others.next()) {
+        return Some(found);
     }
     let answered = |row: &Row| {
         let flavour = if row.per_thread() { PER_THREAD } else { LEGACY };
@@ -290,5 +300,13 @@ mod tests {
         assert_eq!(found(0x6000, NEWEST, 2, &NOTHING), "cuGetProcAddress_v2_ptsz");
         assert_eq!(found(0x6000, NEWEST + 10, 0, &NOTHING), "none");
         assert_eq!(found(0x6000, 11000, 0, &NOTHING), "none");
+    }
+
+    #[test]
+    fn a_version_can_be_another_names_function() {
+        let Some(row) = table::find(b"cuGraphInstantiateWithFlags") else { panic!("no row") };
+        row.real.pretend(0x7777);
+        let found = form(b"cuGraphInstantiate", 0x7777, 12000, 0, &NOTHING);
+        assert_eq!(found.map(|row| row.symbol), Some("cuGraphInstantiateWithFlags"));
     }
 }
