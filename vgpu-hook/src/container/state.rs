@@ -195,7 +195,8 @@ impl Lock {
 
     /// Takes it when nobody has it.
     pub(crate) fn try_lock(&self) -> Option<Held<'_>> {
-        self.0.compare_exchange(0, 1, Acquire, Relaxed).is_ok().then_some(Held(self))
+        // Not `then_some`: what it does not hand out it drops, which would take the lock from its holder.
+        self.0.compare_exchange(0, 1, Acquire, Relaxed).is_ok().then(|| Held(self))
     }
 }
 
@@ -233,6 +234,17 @@ mod tests {
     use std::sync::Arc;
     use std::thread::spawn;
     use std::vec::Vec;
+
+    #[test]
+    fn a_lock_that_is_not_got_stays_with_its_holder() {
+        let lock = Lock::new();
+        let held = lock.lock();
+        assert!(lock.try_lock().is_none());
+        assert!(lock.try_lock().is_none());
+        drop(held);
+        assert!(lock.try_lock().is_some());
+        assert!(lock.try_lock().is_some());
+    }
 
     #[test]
     fn one_thread_of_many_gets_the_turn_and_the_others_see_its_end() {
