@@ -53,7 +53,13 @@ impl Gauge {
             }
         }
         measured.sm_by_process.retain(|_, (at_ns, _)| now.unix_ns.saturating_sub(*at_ns) <= LISTED_NS);
-        let reading = self.meter.take(now.unix_ns);
+        let mut reading = self.meter.take(now.unix_ns);
+        // A program with a context is in the driver's list. If none is, because the container runs none or because the
+        // driver tells pids that are not ours (of another namespace), its silence says nothing of what they do.
+        if reading == Reading::Absent && sample.processes.is_some() && measured.processes == 0 {
+            reading = Reading::Missing;
+            self.per_mille = 0;
+        }
         match reading {
             Reading::Present { per_mille, .. } => self.per_mille = per_mille,
             Reading::Absent => self.per_mille = 0,
@@ -64,5 +70,32 @@ impl Gauge {
         }
         measured.per_mille = Some(self.per_mille);
         (measured, reading, busy_now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nvml::sample::ProcessMemory;
+
+    #[test]
+    fn silence_about_processes_that_the_driver_does_not_list_says_nothing() {
+        let processes = Processes { inside: [(4711, 1)].into() };
+        let sample = |pid| CardSample {
+            processes: Some(vec![ProcessMemory { pid, bytes: Some(1 << 20) }]),
+            busy: Some(Vec::new()),
+            ..CardSample::default()
+        };
+        let read = |pid| {
+            let mut gauge = Gauge::default();
+            let mut last = Reading::Missing;
+            for second in 100..110 {
+                let now = Now { unix_ns: second * 1_000_000_000, mono_ns: second * 1_000_000_000 };
+                last = gauge.measure(now, "GPU-a".into(), Some(&sample(pid)), Some(&processes)).1;
+            }
+            last
+        };
+        assert_eq!(read(4711), Reading::Absent, "listed and idle");
+        assert_eq!(read(1), Reading::Missing, "the driver tells another pid");
     }
 }
