@@ -470,3 +470,78 @@ fn what_a_killed_process_held_is_free_at_once() {
     assert_eq!(place.hot().cards[0].total, 0, "no rest of 50 deaths");
     assert!(place.hot().high_water <= 3, "slots are used again");
 }
+
+/// The driver gives back what a dead process held only after a while. The limit is the container's books, which are free
+/// at once; until then the card itself holds both.
+#[test]
+#[ignore = "needs the built library"]
+fn memory_that_the_driver_gives_back_late_is_free_for_the_limit_at_once() {
+    let mut place = Place::new().limited(64 * MIB);
+    place.set("FAKE_CUDA_RELEASE_DELAY_MS", "1000");
+    let mut survivor = place.ready();
+    holder(&place, 60).kill();
+    survivor.done("alloc a 62914560");
+    assert_eq!(survivor.agree("the limit has room"), 60 * MIB);
+    let on_card = |session: &mut Session| session.ask("given 0")[2];
+    assert_eq!(on_card(&mut survivor), 120 * MIB, "the card holds the dead one's as well");
+    let begun = std::time::Instant::now();
+    while on_card(&mut survivor) != 60 * MIB {
+        assert!(begun.elapsed().as_secs() < 20, "the driver never gave it back");
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn memory_of_others_is_charged_to_its_maker_alone() {
+    let place = Place::new().limited(64 * MIB);
+    let (mut maker, mut user) = (place.ready(), place.ready());
+    maker.done("alloc a 33554432");
+    let handle = maker.ask("export a");
+    assert_eq!(handle[0], 0);
+    let words: Vec<_> = handle[1..].iter().map(u64::to_string).collect();
+    user.done(&format!("open b {}", words.join(" ")));
+    assert_eq!(user.used(), 32 * MIB, "once");
+    user.done("alloc c 33554432");
+    user.refused("alloc d 2097152");
+    user.done("close b");
+    assert_eq!(user.used(), 64 * MIB);
+    user.done("free c");
+
+    user.done("create h 4194304 0");
+    user.done("import i h");
+    assert_eq!(user.used(), 36 * MIB, "once");
+    user.done("release i");
+    assert_eq!(user.used(), 36 * MIB, "an import's end is not the memory's");
+    user.done("release h");
+    assert_eq!(user.used(), 32 * MIB);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn threads_of_a_process_leave_the_books_in_order() {
+    let place = Place::new().limited(96 * MIB);
+    let mut sessions: Vec<_> = (0..2).map(|_| place.ready()).collect();
+    for _ in 0..3 {
+        for session in &mut sessions {
+            session.tell("hammer");
+        }
+        for session in &mut sessions {
+            assert_eq!(session.hear(), Some(vec![0]));
+        }
+    }
+    for session in &mut sessions {
+        session.done("sync");
+        session.done("default-pool d");
+        session.done("trim d 0");
+        assert_eq!(session.given(), 0);
+    }
+    let hot = place.hot().cards[0];
+    assert_eq!(sessions[0].used(), 0, "{hot:?}");
+    assert_eq!(hot.total, 0);
+    assert!(hot.limit_hits > 0, "the limit was never reached");
+    // Where no block fits any more, a small allocation is tried in the blocks that are there; if their room turns out to
+    // be in holes too small, the driver takes a block for as long as it takes to give it back.
+    let peak = sessions[0].ask("given 0")[3];
+    assert!(peak <= 100 * MIB, "the card had given {peak}");
+}

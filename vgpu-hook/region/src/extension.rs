@@ -30,6 +30,7 @@
 //! | 168 | first launch, `CLOCK_REALTIME` ns, 0 = none |
 //! | 176 | last launch, the same, at most a second late |
 //! | 184 | card time charged to launches, ns, an estimate |
+//! | 192 | what a context takes of the card, the least that was seen, bytes; 0 = none was |
 //!
 //! Behind the hot part come the slots, 16 KiB a card: slot `s` of card `d` at `16,384 + 16,384 * d + 16 * s` is
 //! claimed C and settled B, both in bytes (`mullion-accounting` says what they mean).
@@ -91,6 +92,8 @@ pub const FIRST_LAUNCH_AT: usize = 168;
 pub const LAST_LAUNCH_AT: usize = 176;
 /// Offset in a card of the card time charged.
 pub const SPENT_NS_AT: usize = 184;
+/// Offset in a card of what a context takes.
+pub const CONTEXT_AT: usize = 192;
 /// Offset of what is reserved behind the cards.
 pub const NOTES_AT: usize = CARDS_AT + MAX_DEVICES * CARD_SIZE;
 

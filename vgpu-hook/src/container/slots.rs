@@ -33,6 +33,8 @@ const SETUP_NS: u64 = 1_000_000_000;
 /// Where kept descriptors go, if the process may have so many.
 const HIGH: [c_int; 3] = [1000, 500, 100];
 const PATH_LEN: usize = 1024;
+/// Owned slots that a new process looks at before it takes one that nobody ever had.
+const LOOKS: usize = 64;
 
 /// The descriptor that holds the slot's lock, of this process or, in a forked child that has not attached, of its
 /// parent; -1 = none.
@@ -159,13 +161,20 @@ impl UsageFile {
     }
 
     /// Locks the byte of the first slot without an owner: those that were given back before those whose owner died,
-    /// new ones last, so that the high-water mark stays low.
+    /// new ones after them, so that the high-water mark stays low. Each look at an owned byte is a system call that
+    /// goes through all locks of the file, so of many only some are looked at, until there are no new ones.
     fn first_free(&self, fd: Fd) -> Result<usize, Refusal> {
         let region = self.region;
         let empty = |slot: &usize| region.hami_slot(*slot).pid.load(Relaxed) == 0;
         let used = in_use(region);
-        let order = used.clone().filter(empty).chain(used.clone().filter(|slot| !empty(slot)));
-        for slot in order.chain(used.end..usage::SLOTS) {
+        let claimed = || used.clone().filter(|slot| !empty(slot));
+        let count = claimed().count();
+        // Others than the last process looked at, whose pid was most likely one less.
+        let turn = usize::try_from(sys::process_id().unsigned_abs()).unwrap_or(0) * LOOKS;
+        let first = if count > LOOKS { turn % count } else { 0 };
+        let some = claimed().chain(claimed()).skip(first).take(LOOKS.min(count));
+        let order = used.clone().filter(empty).chain(some).chain(used.end..usage::SLOTS).chain(claimed());
+        for slot in order {
             if try_byte(fd, byte_of(slot)).map_err(|errno| self.unusable("locking", errno))? {
                 return Ok(slot);
             }

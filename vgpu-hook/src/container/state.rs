@@ -301,6 +301,8 @@ mod tests {
         assert_eq!(unsafe { *shared.1.0.get() }, 40_000);
         let held = shared.0.try_lock().unwrap();
         assert!(shared.0.try_lock().is_none());
+        assert!(shared.0.try_lock().is_none(), "a try that failed has freed it");
         drop(held);
+        assert!(shared.0.try_lock().is_some());
     }
 }

@@ -139,6 +139,7 @@ const _: () = {
     assert!(offset_of!(CardWords, card_full) == extension::CARD_FULL_AT);
     assert!(offset_of!(CardWords, peak) == extension::PEAK_AT);
     assert!(offset_of!(CardWords, spent_ns) == extension::SPENT_NS_AT);
+    assert!(offset_of!(CardWords, context_bytes) == extension::CONTEXT_AT);
     assert!(
         offset_of!(Hot, high_water) == extension::HIGH_WATER_AT
             && offset_of!(Hot, cards) == extension::CARDS_AT

@@ -20,7 +20,7 @@ pub(crate) const BLOCK: u64 = 2 << 20;
 /// The largest request that shares a block.
 pub(crate) const LARGEST_PIECE: u64 = 1 << 20;
 /// What pieces are cut in.
-const UNIT: u64 = 512;
+pub(crate) const UNIT: u64 = 512;
 
 /// Words for the blocks of one card: 1 MiB, of which only what is touched is real. 131,072 blocks are 256 GiB of pieces.
 const WORDS: usize = 1 << 17;

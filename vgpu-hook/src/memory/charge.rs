@@ -26,7 +26,9 @@ pub(super) fn refused(card: &Card) {
 /// As [`ask`], uncounted: another try follows.
 #[inline]
 pub(super) fn try_ask(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
-    match card.memory.claim(bytes, &mut container.peers()) {
+    // Apart from what follows, which claims again: the peers of the first claim may hold a lock.
+    let claim = card.memory.claim(bytes, &mut container.peers());
+    match claim {
         Ok(claim) => Some(claim),
         Err(_) => ask_pools(container, card, bytes),
     }

@@ -178,7 +178,8 @@ fn enter(now: Here, address: CUdeviceptr, bytes: u64) -> Entered {
     blocks.map_or(Entered::Alone, |blocks| blocks.enter(address, bytes))
 }
 
-/// There is no room for another block, but a piece may still fit into one that is paid for.
+/// There is no room for another block, but a piece may still fit into one that is paid for. Where the room that there is
+/// turns out to be in holes, the driver takes a block beyond the limit, for as long as it takes to give it back.
 #[cold]
 fn take_piece_of_known_block(
     now: Here,
@@ -212,8 +213,9 @@ fn take_piece_of_known_block(
         // The room was in holes too small for it, and the driver took another block.
         Entered::First => {
             free_at_driver(address);
-            if let Some(blocks) = blocks {
-                blocks.leave(address, bytes);
+            // Unless another thread has a piece in it by now, for which nobody has paid.
+            if blocks.is_some_and(|blocks| !blocks.leave(address, bytes)) {
+                now.card.memory.force(BLOCK);
             }
         }
         Entered::Alone => free_at_driver(address),

@@ -4,7 +4,7 @@ use core::ffi::{c_int, c_void};
 
 use mullion_accounting::Entry;
 
-use super::blocks::{BLOCK, round_up};
+use super::blocks::{UNIT, round_up};
 use super::pools::Following;
 use super::{Here, Kind, Pass, charge, counted, here, linear};
 use crate::container;
@@ -12,9 +12,6 @@ use crate::cuda::{
     CUdevice, CUdeviceptr, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, CUuint64, LOCATION_DEVICE,
 };
 use crate::driver;
-
-/// In what pools grow for small requests, as seen on cards with drivers 535 to 570.
-const GROWTH: u64 = 32 << 20;
 
 type Alloc = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUstream) -> CUresult;
 type AllocFrom = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUmemoryPool, CUstream) -> CUresult;
@@ -174,14 +171,15 @@ unsafe fn counted_alloc(
     }
     let Some((index, following)) = pools.hold(container, pool) else { return ask(address) };
     let (before, used) = following.look();
-    let wanted = bytes as u64;
-    let missing = round_up(wanted.saturating_sub(before.saturating_sub(used)), BLOCK);
-    let claim = [round_up(wanted, GROWTH), missing]
+    let wanted = round_up(bytes as u64, UNIT);
+    let missing = wanted.saturating_sub(before.saturating_sub(used));
+    // All of it first, because what the pool holds may be in pieces too small.
+    let claim = [wanted, missing]
         .into_iter()
-        .find_map(|bytes| charge::try_ask(container, card, bytes))
+        .find_map(|bytes| charge::try_ask(container, card, pools.growth_for(bytes)))
         .or_else(|| {
             let trimmed = following.trim();
-            trimmed.then(|| charge::try_ask(container, card, round_up(wanted, BLOCK))).flatten()
+            trimmed.then(|| charge::try_ask(container, card, pools.growth_for(wanted))).flatten()
         });
     let Some(claim) = claim else {
         charge::refused(card);
@@ -200,6 +198,7 @@ unsafe fn counted_alloc(
         return result;
     }
     let grown = after.saturating_sub(before);
+    pools.learn_growth(grown);
     let claimed = claim.bytes();
     if grown > claimed {
         // It grew by more than could be known beforehand.

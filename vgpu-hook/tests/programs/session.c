@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <spawn.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -67,6 +68,12 @@ res cuGraphInstantiateWithFlags(void **, void *, ptr);
 res cuGraphLaunch(void *, void *);
 res cuGraphExecDestroy(void *);
 res cuDeviceGraphMemTrim(int);
+struct ipc { unsigned char bytes[64]; };
+res cuIpcGetMemHandle(struct ipc *, ptr);
+res cuIpcOpenMemHandle_v2(ptr *, struct ipc, unsigned);
+res cuIpcCloseMemHandle(ptr);
+res cuMemExportToShareableHandle(void *, ptr, unsigned, ptr);
+res cuMemImportFromShareableHandle(ptr *, void *, unsigned);
 ptr fake_cuda_given(int);
 ptr fake_cuda_given_on_card(int);
 ptr fake_cuda_peak(int);
@@ -96,6 +103,32 @@ static void answer(const char *name, res result, ptr value) {
 
 static void *freeing(void *name) { return (void *)(uintptr_t)cuMemFree_v2(get(name)); }
 static void *starting(void *unused) { return (void *)(uintptr_t)cuInit(0); }
+
+// Takes and gives memory of all sizes, in an order of its own.
+static atomic_int hammered;
+static void *hammering(void *context) {
+  unsigned long long seed = 88172645463325252ull ^ (uintptr_t)&seed;
+  ptr held[16] = { 0 };
+  int async[16] = { 0 };
+  if (cuCtxSetCurrent(context)) return 0;
+  for (int i = 0; i < 4000; i++) {
+    seed ^= seed << 13; seed ^= seed >> 7; seed ^= seed << 17;
+    int at = seed % 16;
+    if (held[at]) {
+      if (async[at] ? cuMemFreeAsync(held[at], 0) : cuMemFree_v2(held[at])) hammered++;
+      held[at] = 0;
+    } else {
+      size_t size = seed >> 8 & 1 ? 1 + (seed >> 16) % 100000 : 1 + (seed >> 16) % 5000000;
+      async[at] = (seed >> 9) % 8 == 0;
+      res r = async[at] ? cuMemAllocAsync(&held[at], size, 0) : cuMemAlloc_v2(&held[at], size);
+      if (r) held[at] = 0;
+      if (r && r != 2) hammered++;
+    }
+  }
+  for (int at = 0; at < 16; at++)
+    if (held[at] && (async[at] ? cuMemFreeAsync(held[at], 0) : cuMemFree_v2(held[at]))) hammered++;
+  return 0;
+}
 
 static void steps(FILE *in);
 
@@ -160,7 +193,7 @@ static void step(char *line, FILE *in) {
   else if (IS("trim")) printf("%d\n", cuMemPoolTrimTo(handle(a), n));
   else if (IS("destroy-pool")) printf("%d\n", cuMemPoolDestroy(handle(a)));
   else if (IS("create")) {
-    struct allocation p = { .kind = 1, .location = { strtoul(d, 0, 0) ? strtoul(d, 0, 0) : 1, m } };
+    struct allocation p = { .kind = 1, .handles = 1, .location = { strtoul(d, 0, 0) ? strtoul(d, 0, 0) : 1, m } };
     res r = cuMemCreate(&place, n, &p, 0); answer(a, r, place);
   }
   else if (IS("release")) printf("%d\n", cuMemRelease(get(a)));
@@ -192,6 +225,30 @@ static void step(char *line, FILE *in) {
   else if (IS("info-none")) printf("%d\n", cuMemGetInfo_v2(0, 0));
   else if (IS("given")) printf("0 %llu %llu %llu\n", fake_cuda_given(atoi(a)), fake_cuda_given_on_card(atoi(a)), fake_cuda_peak(atoi(a)));
   else if (IS("fail")) printf("%d\n", fake_cuda_fail(a, n, m));
+  else if (IS("hammer")) {
+    pthread_t t[8]; void *context = 0; cuCtxGetCurrent(&context); hammered = 0;
+    for (int i = 0; i < 8; i++) pthread_create(&t[i], 0, hammering, context);
+    for (int i = 0; i < 8; i++) pthread_join(t[i], 0);
+    printf("%d\n", hammered);
+  }
+  else if (IS("export")) {
+    // As eight numbers, for another process's `open`.
+    struct ipc h; res r = cuIpcGetMemHandle(&h, get(a)); unsigned long long w[8];
+    memcpy(w, &h, sizeof w); printf("%d", r);
+    for (int i = 0; i < 8; i++) printf(" %llu", w[i]);
+    printf("\n");
+  }
+  else if (IS("open")) {
+    struct ipc h; unsigned long long w[8];
+    sscanf(line, "%*s %*s %llu %llu %llu %llu %llu %llu %llu %llu", w, w + 1, w + 2, w + 3, w + 4, w + 5, w + 6, w + 7);
+    memcpy(&h, w, sizeof w); res r = cuIpcOpenMemHandle_v2(&place, h, 1); answer(a, r, place);
+  }
+  else if (IS("close")) printf("%d\n", cuIpcCloseMemHandle(get(a)));
+  else if (IS("import")) {
+    int fd = -1; res r = cuMemExportToShareableHandle(&fd, get(b), 1, 0);
+    if (!r) r = cuMemImportFromShareableHandle(&place, (void *)(uintptr_t)fd, 1);
+    answer(a, r, place);
+  }
   else if (IS("points")) printf("0 %u\n", mullion_fault_points_passed ? mullion_fault_points_passed() : 0);
   else if (IS("pid")) printf("0 %d\n", getpid());
   else if (IS("close-all")) { for (int fd = 3; fd < 2048; fd++) close(fd); printf("0\n"); }
@@ -227,14 +284,14 @@ static void step(char *line, FILE *in) {
   fflush(stdout);
 }
 
-static char line[256];
+static char line[512];
 static void steps(FILE *in) {
   // Byte by byte: a forked child must not take along what the parent is to read.
   for (size_t at = 0; read(0, &line[at], 1) == 1;) {
     if (line[at] != '\n') { at += at < sizeof line - 1; continue; }
     line[at] = 0; at = 0;
     if (!strcmp(line, "end")) return;
-    char copy[256]; strcpy(copy, line);
+    char copy[512]; strcpy(copy, line);
     step(copy, in);
   }
 }
