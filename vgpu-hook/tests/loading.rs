@@ -121,7 +121,7 @@ fn exported(file: &Path, step: usize) -> Vec<String> {
     let image = object::File::parse(bytes.as_slice()).unwrap();
     let mut names: Vec<String> = image
         .dynamic_symbols()
-        .filter(|symbol| symbol.is_definition())
+        .filter(ObjectSymbol::is_definition)
         .filter_map(|symbol| symbol.name().map(str::to_owned).ok())
         .filter(|name| !name.starts_with("GLIBC") && name.len() < 90)
         // These four the library does stand in for.
