@@ -33,7 +33,7 @@ pub(crate) enum Refusal {
     ForeignProcess { path: Text, pid: i32 },
     /// All 1,024 slots are taken.
     SlotsFull { path: Text },
-    /// Another process was setting up the file for a second.
+    /// Another process was setting up the file for five seconds.
     FileBusy { path: Text },
     /// The kernel knows no memory that is wiped on fork (before 4.14).
     Kernel(Errno),
@@ -124,7 +124,7 @@ impl fmt::Display for Refusal {
                 mullion_region::usage::SLOTS
             ),
             Self::FileBusy { path } => {
-                write!(f, "usage file {path} was being set up by another process for a second: try again")
+                write!(f, "usage file {path} was being set up by another process for five seconds: try again")
             }
             Self::Kernel(Errno(n)) => {
                 write!(f, "MADV_WIPEONFORK failed (error {n}): Linux 4.14 or newer is needed")

@@ -28,8 +28,9 @@ use crate::sys::{self, Errno, Fd, Status};
 const PROBE_AT: u64 = 1 << 43;
 /// Byte that guards setting up a file by hand.
 const SETUP_AT: u64 = 1 << 42;
-/// How long to wait for [`SETUP_AT`].
-const SETUP_NS: u64 = 1_000_000_000;
+/// How long to wait for [`SETUP_AT`]: hundreds of processes that start at once on a busy machine take a second to get
+/// through. A dead holder's lock is free at once, only a stopped one is waited for in vain.
+const SETUP_NS: u64 = 5_000_000_000;
 /// Where kept descriptors go, if the process may have so many.
 const HIGH: [c_int; 3] = [1000, 500, 100];
 const PATH_LEN: usize = 1024;
@@ -243,7 +244,7 @@ impl UsageFile {
     }
 }
 
-/// Waits for the byte that guards setting a file up, at most a second.
+/// Waits for the byte that guards setting a file up, at most [`SETUP_NS`].
 pub(super) fn begin_setup(fd: Fd) -> Result<bool, Errno> {
     let start = sys::clock::monotonic_ns();
     let mut pause = 50_000;
