@@ -1,6 +1,7 @@
 //! The figures of `libvgpu.so` in `docs/benchmarks.md`: `tests/bench/run hook`.
 
 mod calls;
+#[cfg(target_arch = "x86_64")]
 mod counts;
 #[path = "../../src/report.rs"]
 mod report;
@@ -44,6 +45,7 @@ enum Scenario {
     /// What `cuInit` costs, and starting many programs at once.
     Starts(starts::Options),
     /// Instructions and system calls, counted.
+    #[cfg(target_arch = "x86_64")]
     Counts(counts::Options),
 }
 
@@ -80,6 +82,7 @@ fn run() -> Result<()> {
     let mut report = match args.scenario {
         Scenario::Calls(options) => calls::run(&files, &options)?,
         Scenario::Starts(options) => starts::run(&files, &options)?,
+        #[cfg(target_arch = "x86_64")]
         Scenario::Counts(options) => counts::run(&files, &options)?,
     };
     report.notes.push(load()?);

@@ -124,6 +124,7 @@ impl Program {
         Ok(Duration::from_nanos(self.step(&format!("{call} {count}"))?))
     }
 
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }

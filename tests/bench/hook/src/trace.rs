@@ -1,5 +1,5 @@
 //! Counting from outside what a program does between two points, with the means of a debugger: nothing is believed, and no
-//! rights are needed. Only on x86-64.
+//! rights are needed.
 
 use std::path::Path;
 
@@ -71,7 +71,6 @@ pub fn system_calls(program: &mut Program, call: Call, count: u32) -> Result<u64
 ///
 /// # Errors
 /// When the program fails or cannot be traced.
-#[cfg(target_arch = "x86_64")]
 pub fn instructions(program: &mut Program, call: Call, count: u32) -> Result<Instructions> {
     let pid = start(program, call, count)?;
     let [library, driver] = ranges(pid, ["libvgpu.so", "libcuda.so"])?;
@@ -106,7 +105,6 @@ pub fn instructions(program: &mut Program, call: Call, count: u32) -> Result<Ins
 ///
 /// # Errors
 /// When the program fails or cannot be traced.
-#[cfg(target_arch = "x86_64")]
 pub fn instructions_of_one(container: &Container, program: &mut Program, call: Call) -> Result<Instructions> {
     program.call(call, WARM)?;
     let mut least: Option<Instructions> = None;
