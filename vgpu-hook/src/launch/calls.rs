@@ -307,9 +307,7 @@ pub(crate) unsafe fn legacy_grid_async(
     })
 }
 
-type GraphLaunch = unsafe extern "C" fn(CUgraphExec, CUstream) -> CUresult;
-
-/// Launches a graph by `call` when its time has come. No lock may be held: this can take seconds.
+/// `cuGraphLaunch`, by `call`, when its time has come. No lock may be held: this can take seconds.
 pub(crate) fn paced_graph(
     graph: CUgraphExec,
     stream: CUstream,
@@ -322,18 +320,6 @@ pub(crate) fn paced_graph(
         per_thread,
         call()
     )
-}
-
-/// `cuGraphLaunch`.
-pub(crate) unsafe fn graph(real: GraphLaunch, graph: CUgraphExec, stream: CUstream) -> CUresult {
-    // SAFETY: the program's own arguments.
-    paced_graph(graph, stream, false, || unsafe { real(graph, stream) })
-}
-
-/// `cuGraphLaunch_ptsz`.
-pub(crate) unsafe fn graph_ptsz(real: GraphLaunch, graph: CUgraphExec, stream: CUstream) -> CUresult {
-    // SAFETY: the program's own arguments.
-    paced_graph(graph, stream, true, || unsafe { real(graph, stream) })
 }
 
 /// `cuGraphExecDestroy`: the handle may come again for another graph.

@@ -5,13 +5,14 @@
 
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::{AcqRel, Relaxed};
+use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_accounting::{Claim, Entry};
 use mullion_region::MAX_DEVICES;
 
+use super::blocks::{BLOCK, round_up};
 use super::measured::{self, Look};
-use super::{Kind, Pass, charge, counted, here, key_of, linear};
+use super::{Kind, Pass, charge, counted, current_context, here, key_of, linear};
 use crate::container::{self, Card, Container, Lock};
 use crate::cuda::{CUcontext, CUdevResourceDesc, CUdevice, CUgreenCtx, CUresult};
 use crate::driver;
@@ -180,27 +181,53 @@ pub(crate) unsafe fn primary_retain(
         // SAFETY: the caller's own arguments.
         return unsafe { real(context, device) };
     }
-    let Some(before) = Before::now(container, card) else { return CUresult::OUT_OF_MEMORY };
+    // SAFETY: the caller's device; the result goes to a place of ours.
+    match make_primary(container, card, |place| unsafe { real(place, device) }) {
+        Ok(made) => {
+            // SAFETY: not null, so the caller's place for a result.
+            unsafe { context.write(made) };
+            CUresult::SUCCESS
+        }
+        Err(result) => result,
+    }
+}
+
+/// Makes a card's primary context by its first `retain`, and charges it. The lock is held.
+fn make_primary(
+    container: &'static Container,
+    card: &Card,
+    retain: impl FnOnce(*mut CUcontext) -> CUresult,
+) -> Result<CUcontext, CUresult> {
+    let before = Before::now(container, card).ok_or(CUresult::OUT_OF_MEMORY)?;
     container::fault_point();
     let mut made = core::ptr::null_mut();
-    // SAFETY: the caller's device; the result goes to a place of ours.
-    let result = unsafe { real(&raw mut made, device) };
+    let result = retain(&raw mut made);
     container::fault_point();
     if !result.is_ok() {
         before.failed(result);
-        return result;
+        return Err(result);
     }
     let handle = made.addr() as u64;
     if !before.made(handle, Kind::Context) {
-        release_at_driver(device);
-        return CUresult::OUT_OF_MEMORY;
+        if let Some(device) = container.device(card) {
+            release_at_driver(device);
+        }
+        return Err(CUresult::OUT_OF_MEMORY);
     }
     if let Some(place) = container.books.contexts.primary(card) {
         place.store(handle, Relaxed);
     }
-    // SAFETY: not null, so the caller's place for a result.
-    unsafe { context.write(made) };
-    result
+    Ok(made)
+}
+
+/// A reference to a card's primary context was given up: charges it no longer if that was the last one. The lock is
+/// held.
+fn primary_left(container: &'static Container, card: &Card, device: CUdevice) {
+    if measured::primary_is_active(device) {
+        return;
+    }
+    let context = container.books.contexts.primary(card).map_or(0, |place| place.swap(0, Relaxed));
+    gone(container, context, Kind::Context);
 }
 
 #[cold]
@@ -226,17 +253,12 @@ pub(crate) unsafe fn primary_end(
         return unsafe { real(device) };
     };
     let _held = container.books.contexts.lock.lock();
-    let place = container.books.contexts.primary(card);
-    let context = place.map_or(0, |place| place.load(Relaxed));
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(device) };
     container::fault_point();
-    if result.is_ok() && !measured::primary_is_active(device) {
-        if let Some(place) = place {
-            place.swap(0, AcqRel);
-        }
-        gone(container, context, Kind::Context);
+    if result.is_ok() {
+        primary_left(container, card, device);
     }
     result
 }
@@ -346,13 +368,39 @@ pub(crate) unsafe fn context_create_v4(
     create(context, device, |place| unsafe { real(place, parameters, flags, device) })
 }
 
-/// `cuCtxDestroy`, both forms, and `cuCtxDetach`.
+/// `cuCtxDestroy`, both forms.
 ///
 /// # Safety
 /// As `cuCtxDestroy_v2`.
 pub(crate) unsafe fn context_destroy(
     real: unsafe extern "C" fn(CUcontext) -> CUresult,
     context: CUcontext,
+) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    unsafe { end(real, context, || true) }
+}
+
+/// `cuCtxDetach`: ends the current context if nobody else has attached to it (`cuCtxAttach`), and then it is current no
+/// longer.
+///
+/// # Safety
+/// As `cuCtxDetach`.
+pub(crate) unsafe fn context_detach(
+    real: unsafe extern "C" fn(CUcontext) -> CUresult,
+    context: CUcontext,
+) -> CUresult {
+    // SAFETY: the caller's own arguments.
+    unsafe { end(real, context, || current_context() != context.addr() as u64) }
+}
+
+/// Calls `real`, and enters the end of the context if it `is_gone` then.
+///
+/// # Safety
+/// As `cuCtxDestroy_v2`.
+unsafe fn end(
+    real: unsafe extern "C" fn(CUcontext) -> CUresult,
+    context: CUcontext,
+    is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
     launch::context_gone();
     let Ok(container) = counted() else {
@@ -365,10 +413,29 @@ pub(crate) unsafe fn context_destroy(
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     container::fault_point();
-    if result.is_ok() {
+    if result.is_ok() && is_gone() {
         gone(container, handle, Kind::Context);
     }
     result
+}
+
+/// `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`: sizes in bytes. The limit before them, the stack's, is
+/// one per thread.
+const IN_BYTES: core::ops::RangeInclusive<c_uint> = 1..=2;
+/// `CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT`: those behind it steer caches and take nothing.
+const LAST_OF_MEMORY: c_uint = 4;
+
+/// How much more and how much less a context can take when `limit` goes from `former` to `value`. What others on the
+/// card do meanwhile must not be taken for this context's.
+fn believable(limit: c_uint, former: Option<usize>, value: usize) -> (u64, u64) {
+    let Some(former) = former else { return (MOST, 0) };
+    let step = value.abs_diff(former) as u64;
+    let most = if IN_BYTES.contains(&limit) { round_up(step, BLOCK) } else { MOST };
+    match value.cmp(&former) {
+        core::cmp::Ordering::Greater => (most, 0),
+        core::cmp::Ordering::Less => (0, most),
+        core::cmp::Ordering::Equal => (0, 0),
+    }
 }
 
 /// `cuCtxSetLimit`: a larger stack, heap or buffer takes memory at once.
@@ -380,14 +447,14 @@ pub(crate) unsafe fn context_set_limit(
     limit: c_uint,
     value: usize,
 ) -> CUresult {
-    let Ok(now) = here() else {
+    let Some(now) = here().ok().filter(|_| limit <= LAST_OF_MEMORY) else {
         // SAFETY: the caller's own arguments.
         return unsafe { real(limit, value) };
     };
     let ask = driver::function!(cuCtxGetLimit: unsafe extern "C" fn(*mut usize, c_uint) -> CUresult);
     let mut former = 0;
     // SAFETY: the driver writes one number.
-    let known = ask.is_some_and(|ask| unsafe { ask(&raw mut former, limit) }.is_ok());
+    let former = ask.is_some_and(|ask| unsafe { ask(&raw mut former, limit) }.is_ok()).then_some(former);
     let before = measured::look(now.card);
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(limit, value) };
@@ -395,12 +462,13 @@ pub(crate) unsafe fn context_set_limit(
     if !result.is_ok() {
         return result;
     }
-    let (more, less) = (after.since(before, u64::MAX), before.since(after, u64::MAX));
+    let (most_more, most_less) = believable(limit, former, value);
+    let (more, less) = (after.since(before, most_more), before.since(after, most_less));
     let key = key_of(Kind::Context, now.context);
     let Some(entry) = now.container.books.objects.get(key) else { return result };
     if more > 0 {
         let Some(claim) = charge::ask(now.container, now.card, more) else {
-            if known {
+            if let Some(former) = former {
                 // SAFETY: what it was before.
                 let _ = unsafe { real(limit, former) };
             }
@@ -416,7 +484,7 @@ pub(crate) unsafe fn context_set_limit(
     result
 }
 
-/// `cuGreenCtxCreate`.
+/// `cuGreenCtxCreate`. A green context holds the card's primary context, and makes it where there is none yet.
 ///
 /// # Safety
 /// As `cuGreenCtxCreate`.
@@ -434,6 +502,36 @@ pub(crate) unsafe fn green_create(
         _ => return unsafe { real(context, resources, device, flags) },
     };
     let _held = container.books.contexts.lock.lock();
+    let retain = driver::function!(
+        cuDevicePrimaryCtxRetain: unsafe extern "C" fn(*mut CUcontext, CUdevice) -> CUresult
+    );
+    // Held for this call, so that the primary context is made, and charged, before the green one.
+    let retained = retain.filter(|_| !measured::primary_is_active(device));
+    if let Some(retain) = retained {
+        // SAFETY: the caller's device; the result goes to a place of ours.
+        if let Err(result) = make_primary(container, card, |place| unsafe { retain(place, device) }) {
+            return result;
+        }
+    }
+    // SAFETY: as the caller says.
+    let result =
+        unsafe { green_create_beside_primary(real, context, resources, (container, card, device), flags) };
+    if retained.is_some() {
+        release_at_driver(device);
+        primary_left(container, card, device);
+    }
+    result
+}
+
+/// # Safety
+/// As `cuGreenCtxCreate`; `context` is a place for a result.
+unsafe fn green_create_beside_primary(
+    real: unsafe extern "C" fn(*mut CUgreenCtx, CUdevResourceDesc, CUdevice, c_uint) -> CUresult,
+    context: *mut CUgreenCtx,
+    resources: CUdevResourceDesc,
+    (container, card, device): (&'static Container, &'static Card, CUdevice),
+    flags: c_uint,
+) -> CUresult {
     let other = any_context(container, card);
     let before = other.and_then(|other| measured::look_in(card, other));
     let mut made = core::ptr::null_mut();
@@ -469,22 +567,46 @@ pub(crate) unsafe fn green_destroy(
     real: unsafe extern "C" fn(CUgreenCtx) -> CUresult,
     context: CUgreenCtx,
 ) -> CUresult {
+    launch::context_gone();
     let Ok(container) = counted() else {
         // SAFETY: the caller's own argument.
         return unsafe { real(context) };
     };
-    let handle = context.addr() as u64;
-    let entry = container.books.objects.take(key_of(Kind::GreenContext, handle));
+    let _held = container.books.contexts.lock.lock();
+    let key = key_of(Kind::GreenContext, context.addr() as u64);
+    let entry = container.books.objects.take(key);
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     if let Some(entry) = entry
         && let Some(card) = container.card_at(entry.card)
     {
-        if result.is_ok() {
-            card.memory.free(entry.size);
-        } else {
-            let _ = container.books.objects.insert(key_of(Kind::GreenContext, handle), &entry);
+        if !result.is_ok() {
+            let _ = container.books.objects.insert(key, &entry);
+            return result;
+        }
+        card.memory.free(entry.size);
+        if let Some(device) = container.device(card) {
+            primary_left(container, card, device);
         }
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_takes_and_gives_only_what_its_change_can() {
+        for (case, limit, former, value, want) in [
+            ("a larger heap", 2, Some(8 << 20), (16 << 20) + 1, ((8 << 20) + BLOCK, 0)),
+            ("a smaller heap", 2, Some(16 << 20), 8 << 20, (0, 8 << 20)),
+            ("the same", 2, Some(8 << 20), 8 << 20, (0, 0)),
+            ("more stack for each thread", 0, Some(1024), 2048, (MOST, 0)),
+            ("less stack for each thread", 0, Some(2048), 1024, (0, MOST)),
+            ("from nobody knows what", 2, None, 8 << 20, (MOST, 0)),
+        ] {
+            assert_eq!(believable(limit, former, value), want, "{case}");
+        }
+    }
 }

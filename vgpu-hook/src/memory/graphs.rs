@@ -268,8 +268,10 @@ pub(crate) unsafe fn graph_launch(
     graph: CUgraphExec,
     stream: CUstream,
 ) -> CUresult {
+    // Memory is asked for when the launch's time has come: none is claimed, and no lock held, while it waits.
     // SAFETY: the caller's own arguments.
-    around(graph, || unsafe { launch::graph(real, graph, stream) })
+    let launch = || around(graph, || unsafe { real(graph, stream) });
+    launch::paced_graph(graph, stream, false, launch)
 }
 
 /// `cuGraphLaunch` on each thread's own default stream.
@@ -282,7 +284,8 @@ pub(crate) unsafe fn graph_launch_ptsz(
     stream: CUstream,
 ) -> CUresult {
     // SAFETY: the caller's own arguments.
-    around(graph, || unsafe { launch::graph_ptsz(real, graph, stream) })
+    let launch = || around(graph, || unsafe { real(graph, stream) });
+    launch::paced_graph(graph, stream, true, launch)
 }
 
 /// `cuGraphUpload`: prepares a launch, its memory included.

@@ -7,11 +7,15 @@ use mullion_accounting::Entry;
 use super::blocks::{UNIT, round_up};
 use super::pools::Following;
 use super::{Here, Kind, Pass, charge, counted, here, linear};
-use crate::container;
+use crate::container::{self, Card};
 use crate::cuda::{
-    CUdevice, CUdeviceptr, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, CUuint64, LOCATION_DEVICE,
+    CUdevice, CUdeviceptr, CUenum, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, CUuint64,
+    LOCATION_DEVICE,
 };
 use crate::driver;
+
+/// `CU_MEM_ALLOCATION_TYPE_MANAGED` (13.0): charged in full, as by `cuMemAllocManaged`, wherever it is at a time.
+const MANAGED: CUenum = 2;
 
 type Alloc = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUstream) -> CUresult;
 type AllocFrom = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUmemoryPool, CUstream) -> CUresult;
@@ -120,12 +124,11 @@ unsafe fn from_current_pool(
     // SAFETY: the driver writes one handle.
     let found =
         current.zip(device).is_some_and(|(ask, device)| unsafe { ask(&raw mut pool, device) }.is_ok());
-    let card = device.and_then(|device| now.container.card(device)).unwrap_or(now.card);
     if !found {
         return ask(address);
     }
     // SAFETY: as the caller says.
-    unsafe { counted_alloc(Here { card, ..now }, address, bytes, pool, stream, ask, per_thread) }
+    unsafe { counted_alloc(now, address, bytes, pool, stream, ask, per_thread) }
 }
 
 /// # Safety
@@ -147,7 +150,23 @@ unsafe fn from_pool(
     unsafe { counted_alloc(now, address, bytes, pool, stream, ask, per_thread) }
 }
 
-/// Follows the pool through one allocation.
+/// The card of a pool that the program did not make: it is a device's own, not always the current one's. One that no device
+/// names holds managed memory, which goes to the current one like any other.
+fn owner(now: Here, pool: u64) -> &'static Card {
+    let own = driver::function!(
+        cuDeviceGetDefaultMemPool: unsafe extern "C" fn(*mut CUmemoryPool, CUdevice) -> CUresult
+    );
+    let is_owner = |card: &&Card| {
+        let mut found = core::ptr::null_mut();
+        own.zip(now.container.device(card)).is_some_and(|(own, device)| {
+            // SAFETY: the driver writes one handle.
+            unsafe { own(&raw mut found, device) }.is_ok() && found.addr() as u64 == pool
+        })
+    };
+    now.container.cards().find(is_owner).unwrap_or(now.card)
+}
+
+/// Follows the pool through one allocation, which is charged to the pool's card, whatever the current one is.
 ///
 /// # Safety
 /// `address` is a place for a result.
@@ -160,16 +179,16 @@ unsafe fn counted_alloc(
     ask: impl FnOnce(*mut CUdeviceptr) -> CUresult,
     per_thread: bool,
 ) -> CUresult {
-    let Here { container, card, .. } = now;
+    let container = now.container;
     let pools = &container.books.pools;
     let pool = pool.addr() as u64;
     // Under capture it becomes a node of a graph, whose memory comes with the launch.
     container.books.graphs.expect_allocations();
-    // A pool that the program did not make is a device's own.
-    if !pools.knows(pool) && !pools.add(pool, Some(card)) {
+    if !pools.knows(pool) && !pools.add(pool, Some(owner(now, pool))) {
         return CUresult::OUT_OF_MEMORY;
     }
     let Some((index, following)) = pools.hold(container, pool) else { return ask(address) };
+    let card = following.card();
     let (before, used) = following.look();
     let wanted = round_up(bytes as u64, UNIT);
     let missing = wanted.saturating_sub(before.saturating_sub(used));
@@ -210,7 +229,7 @@ unsafe fn counted_alloc(
                 charge::settle(card, more);
                 following.settled(after);
             }
-            None => return take_back(now, &following, place, stream, per_thread),
+            None => return take_back(&following, place, stream, per_thread),
         }
     } else {
         charge::settle_at(card, claim, grown);
@@ -221,7 +240,7 @@ unsafe fn counted_alloc(
     }
     let entry = Entry { size: wanted, card: card.index, kind: Kind::Pooled as u8, note: index };
     if container.books.pointers.insert(place, &entry).is_err() {
-        return take_back(now, &following, place, stream, per_thread);
+        return take_back(&following, place, stream, per_thread);
     }
     following.entered();
     // SAFETY: the caller's place for a result.
@@ -233,7 +252,6 @@ unsafe fn counted_alloc(
 /// all of it is charged.
 #[cold]
 fn take_back(
-    now: Here,
     following: &Following<'_>,
     address: CUdeviceptr,
     stream: CUstream,
@@ -250,7 +268,7 @@ fn take_back(
     }
     following.look();
     following.trim();
-    charge::refused(now.card);
+    charge::refused(following.card());
     CUresult::OUT_OF_MEMORY
 }
 
@@ -281,8 +299,12 @@ pub(crate) unsafe fn pool_create(
     let result = unsafe { real(pool, properties) };
     let Some(container) = container.filter(|_| result.is_ok()) else { return result };
     // SAFETY: the driver took it, so it is there.
-    let location = unsafe { properties.read() }.location;
-    let card = if location.kind == LOCATION_DEVICE { container.card(location.id) } else { None };
+    let CUmemPoolProps { kind, location, .. } = unsafe { properties.read() };
+    let card = match (kind, location.kind) {
+        (_, LOCATION_DEVICE) => container.card(location.id),
+        (MANAGED, _) => container.current_card(),
+        _ => None,
+    };
     // SAFETY: the driver has just written it.
     let made = unsafe { pool.read() };
     if container.books.pools.add(made.addr() as u64, card) {

@@ -85,16 +85,21 @@ pub(super) struct Following<'r> {
     _held: Held<'r>,
 }
 
-impl Following<'_> {
-    /// Bytes that the pool holds, and how many of them are in use; brings the charge up to date.
+impl<'r> Following<'r> {
+    /// The card that the pool is on.
+    pub(super) fn card(&self) -> &'r Card {
+        self.card
+    }
+
+    /// Bytes that the pool holds, and how many of them are in use; brings the charge up to date. The driver knows nothing
+    /// of a pool that was destroyed, or no longer means this one.
     pub(super) fn look(&self) -> (u64, u64) {
-        let handle = self.record.handle.load(Relaxed);
-        let reserved = match self.record.state.load(Relaxed) {
-            LIVE => attribute(handle, RESERVED).unwrap_or(0),
-            _ => self.record.charged.load(Relaxed),
-        };
+        if self.record.state.load(Relaxed) != LIVE {
+            return (self.charged(), self.charged());
+        }
+        let reserved = self.reserved();
         self.follow(reserved);
-        (reserved, attribute(handle, USED).unwrap_or(reserved))
+        (reserved, attribute(self.record.handle.load(Relaxed), USED).unwrap_or(reserved))
     }
 
     /// What the driver says that the pool holds.

@@ -88,13 +88,24 @@ impl Allocations {
         self.change(entry.note, |counts| counts.saturating_sub(REFERENCE))
     }
 
-    fn add_mapping(&self, address: u64, size: u64, handle: u64) -> bool {
+    fn add_mapping(&self, address: u64, size: u64, handle: u64) -> Option<Entry> {
         let _held = self.lock.lock();
-        let Some(by_handle) = self.handles.get(handle) else { return false };
+        let by_handle = self.handles.get(handle)?;
         let mapping = Entry { size, note: by_handle.note, ..by_handle };
         let entered = self.mappings.insert(address, &mapping).is_ok();
         self.change(by_handle.note, |counts| counts + MAPPING);
-        entered
+        entered.then_some(mapping)
+    }
+
+    /// The driver did not make this mapping, perhaps because there is another one at the address: that one stays.
+    fn drop_failed_mapping(&self, address: u64, failed: &Entry) -> Option<Entry> {
+        let _held = self.lock.lock();
+        let first = self.mappings.take(address);
+        if first.is_some_and(|first| first != *failed) {
+            self.mappings.take(address);
+            let _ = first.map(|first| self.mappings.insert(address, &first));
+        }
+        self.change(failed.note, |counts| counts.saturating_sub(MAPPING))
     }
 
     fn take_mapping(&self, address: u64) -> Option<Entry> {
@@ -265,16 +276,16 @@ pub(crate) unsafe fn map(
     flags: CUuint64,
 ) -> CUresult {
     // Before the driver: a release in between must see the mapping.
-    let container = counted().ok();
-    let entered =
-        container.filter(|container| container.books.allocations.add_mapping(address, size as u64, handle));
+    let entered = counted().ok().and_then(|container| {
+        let entry = container.books.allocations.add_mapping(address, size as u64, handle)?;
+        Some((container, entry))
+    });
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(address, size, offset, handle, flags) };
-    if let Some(container) = entered
+    if let Some((container, entry)) = entered
         && !result.is_ok()
-        && let Some(entry) = container.books.allocations.take_mapping(address)
     {
-        free(container, container.books.allocations.drop_mapping(&entry));
+        free(container, container.books.allocations.drop_failed_mapping(address, &entry));
     }
     result
 }

@@ -64,7 +64,7 @@ table! { Cuda;
     cuCtxCreate_v4(context: *mut CUcontext, parameters: *mut c_void, flags: c_uint, device: CUdevice) -> CUresult, since 12050, Memory: memory::context_create_v4;
     cuCtxDestroy_v2(context: CUcontext) -> CUresult, since 4000, Release: memory::context_destroy;
     cuCtxDestroy(context: CUcontext) -> CUresult, since 2000, Release: memory::context_destroy;
-    cuCtxDetach(context: CUcontext) -> CUresult, since 2000, Release: memory::context_destroy;
+    cuCtxDetach(context: CUcontext) -> CUresult, since 2000, Release: memory::context_detach;
     cuCtxSetLimit(limit: CUenum, value: usize) -> CUresult, since 3010, Memory: memory::context_set_limit;
     cuGreenCtxCreate(context: *mut CUgreenCtx, resources: CUdevResourceDesc, device: CUdevice, flags: c_uint) -> CUresult, since 12040, Memory: memory::green_create;
     cuGreenCtxDestroy(context: CUgreenCtx) -> CUresult, since 12040, Release: memory::green_destroy;

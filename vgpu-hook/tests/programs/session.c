@@ -31,6 +31,12 @@ res cuCtxSetCurrent(void *);
 res cuCtxGetCurrent(void **);
 res cuCtxCreate_v2(void **, unsigned, int);
 res cuCtxDestroy_v2(void *);
+res cuCtxAttach(void **, unsigned);
+res cuCtxDetach(void *);
+res cuDeviceGetDevResource(int, void *, unsigned);
+res cuDevResourceGenerateDesc(void **, void *, unsigned);
+res cuGreenCtxCreate(void **, void *, int, unsigned);
+res cuGreenCtxDestroy(void *);
 res cuCtxSetLimit(unsigned, size_t);
 res cuCtxSynchronize(void);
 res cuMemAlloc_v2(ptr *, size_t);
@@ -53,6 +59,7 @@ res cuMemPoolDestroy(void *);
 res cuMemPoolTrimTo(void *, size_t);
 res cuMemPoolSetAttribute(void *, unsigned, void *);
 res cuDeviceGetMemPool(void **, int);
+res cuDeviceGetDefaultMemPool(void **, int);
 res cuMemCreate(ptr *, size_t, const struct allocation *, ptr);
 res cuMemRelease(ptr);
 res cuMemRetainAllocationHandle(ptr *, void *);
@@ -158,6 +165,17 @@ static void step(char *line, FILE *in) {
   else if (IS("reset-primary")) printf("%d\n", cuDevicePrimaryCtxReset_v2(atoi(a)));
   else if (IS("context")) { res r = cuCtxCreate_v2(&thing, 0, atoi(b)); answer(a, r, (uintptr_t)thing); }
   else if (IS("destroy-context")) printf("%d\n", cuCtxDestroy_v2(handle(a)));
+  else if (IS("attach")) printf("%d\n", cuCtxAttach(&thing, 0));
+  else if (IS("detach")) printf("%d\n", cuCtxDetach(handle(a)));
+  else if (IS("green")) {
+    // Of all its SMs.
+    unsigned long long sms[64]; void *description;
+    res r = cuDeviceGetDevResource(n, sms, 1);
+    if (!r) r = cuDevResourceGenerateDesc(&description, sms, 1);
+    if (!r) r = cuGreenCtxCreate(&thing, description, n, 1);
+    answer(a, r, (uintptr_t)thing);
+  }
+  else if (IS("destroy-green")) printf("%d\n", cuGreenCtxDestroy(handle(a)));
   else if (IS("current")) printf("%d\n", cuCtxSetCurrent(a[0] ? handle(a) : 0));
   else if (IS("heap")) printf("%d\n", cuCtxSetLimit(2, strtoull(a, 0, 0)));
   else if (IS("alloc")) { res r = cuMemAlloc_v2(&place, n); answer(a, r, place); }
@@ -184,10 +202,11 @@ static void step(char *line, FILE *in) {
   else if (IS("free-async")) printf("%d\n", cuMemFreeAsync(get(a), 0));
   else if (IS("sync")) printf("%d\n", cuCtxSynchronize());
   else if (IS("pool")) {
-    struct pool p = { .kind = 1, .location = { n ? n : 1, 0 } };
+    struct pool p = { .kind = 1, .location = { n ? n : 1, m } };
     res r = cuMemPoolCreate(&thing, &p); answer(a, r, (uintptr_t)thing);
   }
   else if (IS("default-pool")) { res r = cuDeviceGetMemPool(&thing, 0); answer(a, r, (uintptr_t)thing); }
+  else if (IS("pool-of")) { res r = cuDeviceGetDefaultMemPool(&thing, n); answer(a, r, (uintptr_t)thing); }
   else if (IS("from-pool")) { res r = cuMemAllocFromPoolAsync(&place, m, handle(b), 0); answer(a, r, place); }
   else if (IS("keep")) { ptr threshold = n; printf("%d\n", cuMemPoolSetAttribute(handle(a), 4, &threshold)); }
   else if (IS("trim")) printf("%d\n", cuMemPoolTrimTo(handle(a), n));
@@ -250,6 +269,13 @@ static void step(char *line, FILE *in) {
     answer(a, r, place);
   }
   else if (IS("points")) printf("0 %u\n", mullion_fault_points_passed ? mullion_fault_points_passed() : 0);
+  else if (IS("files")) {
+    // Descriptors and mappings.
+    int files = 0, maps = 0, c; char link[32], to[8];
+    for (int fd = 0; fd < 2048; fd++) { snprintf(link, sizeof link, "/proc/self/fd/%d", fd); files += readlink(link, to, sizeof to) > 0; }
+    FILE *f = fopen("/proc/self/maps", "r"); while ((c = fgetc(f)) != EOF) maps += c == '\n'; fclose(f);
+    printf("0 %d %d\n", files, maps);
+  }
   else if (IS("pid")) printf("0 %d\n", getpid());
   else if (IS("close-all")) { for (int fd = 3; fd < 2048; fd++) close(fd); printf("0\n"); }
   else if (IS("fork")) {

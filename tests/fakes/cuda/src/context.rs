@@ -36,6 +36,8 @@ pub(crate) struct Context {
     /// Bytes of the card that it takes, limits included.
     bytes: u64,
     limits: BTreeMap<c_uint, usize>,
+    /// Users besides the one that made it.
+    attached: u32,
     /// A green context's.
     pub(crate) green: bool,
     /// Streams and kernels of a green context may use so many.
@@ -132,7 +134,8 @@ impl Driver {
             id: handle.0 as u64,
         });
         let sms = self.cards[ordinal].sms;
-        let context = Context { cell: Arc::clone(&cell), bytes, limits: BTreeMap::new(), green, sms };
+        let context =
+            Context { cell: Arc::clone(&cell), bytes, limits: BTreeMap::new(), attached: 0, green, sms };
         self.contexts.insert(handle, context);
         self.live.count_context(self.cards[ordinal].index, true);
         Ok(cell)
@@ -285,11 +288,19 @@ entry! {
         destroy_created(driver, context)
     }
 
-    fn cuCtxAttach(context: Out<Handle>, _flags: c_uint) |_| {
-        context.put(current()?.handle)
+    fn cuCtxAttach(context: Out<Handle>, _flags: c_uint) |driver| {
+        let handle = current()?.handle;
+        context.put(handle)?;
+        driver.contexts.get_mut(&handle).ok_or(Code::INVALID_CONTEXT)?.attached += 1;
+        Ok(())
     }
 
     fn cuCtxDetach(context: Handle) |driver| {
+        let users = &mut driver.contexts.get_mut(&context).ok_or(Code::INVALID_CONTEXT)?.attached;
+        if *users > 0 {
+            *users -= 1;
+            return Ok(());
+        }
         destroy_created(driver, context)
     }
 

@@ -1,0 +1,122 @@
+//! Seldom taken ways on which memory could be given and not charged, or charged to another card.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
+
+mod common;
+mod sessions;
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+
+use mullion_region::usage;
+use sessions::{MIB, OUT_OF_MEMORY, Place};
+
+/// Bytes charged for a card, and bytes that it gave to the session.
+macro_rules! card {
+    ($place:ident, $session:ident, $card:literal) => {
+        ($place.hot().cards[$card].total, $session.ask(concat!("given ", $card))[1])
+    };
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_pool_of_another_card_is_charged_there() {
+    for pool in ["pool-of p 1", "pool p 1 1"] {
+        let place = Place::new().limited(128 * MIB);
+        let mut session = place.ready();
+        session.done(pool);
+        session.done("from-pool a p 40000000");
+        let (charged, given) = card!(place, session, 1);
+        assert!(charged == given && given >= 40_000_000, "{pool}: charged {charged}, given {given}");
+        assert_eq!(session.agree("memory of card 1"), 0, "{pool}");
+        session.refused("from-pool b p 100000000");
+        session.done("free-async a");
+        session.done("sync");
+        session.done("trim p 0");
+        assert_eq!(card!(place, session, 1), (0, 0), "{pool}");
+        assert_eq!(session.agree("all of it freed"), 0, "{pool}");
+    }
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_context_with_users_left_stays_charged() {
+    let place = Place::new().contexts_of(100).limited(512 * MIB);
+    let mut session = place.ready();
+    session.done("context c 0");
+    session.done("attach");
+    session.done("alloc a 8388608");
+    session.done("detach c");
+    assert_eq!(session.agree("one of two users gone"), 208 * MIB);
+    session.done("detach c");
+    assert_eq!(session.agree("both gone"), 100 * MIB);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn the_primary_context_that_a_green_one_makes_is_charged() {
+    let place = Place::new().contexts_of(100).limited(512 * MIB);
+    let mut session = place.session();
+    session.done("init");
+    session.done("green g 0");
+    let (charged, given) = card!(place, session, 0);
+    assert!(charged == given && given >= 100 * MIB, "charged {charged}, given {given}");
+    session.done("primary 0");
+    session.agree("the primary context, by its own name");
+    session.done("release-primary 0");
+    assert_eq!(card!(place, session, 0), (given, given));
+    session.done("destroy-green g");
+    assert_eq!(card!(place, session, 0), (0, 0));
+
+    let place = Place::new().contexts_of(100).limited(64 * MIB);
+    let mut session = place.session();
+    session.done("init");
+    assert_eq!(session.ask("green g 0"), [OUT_OF_MEMORY, 0]);
+    assert_eq!(card!(place, session, 0), (0, 0));
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_mapping_that_the_driver_refuses_leaves_the_one_at_its_address() {
+    let place = Place::new().limited(64 * MIB);
+    let mut session = place.ready();
+    session.done("reserve va 33554432");
+    session.done("create a 33554432 0");
+    session.done("map va a 0 33554432");
+    session.done("release a");
+    session.done("create b 2097152 0");
+    assert_ne!(session.ask("map va b 0 2097152")[0], 0);
+    assert_eq!(session.agree("there is one already"), 34 * MIB);
+    session.done("release b");
+    assert_eq!(session.agree("the one that was not mapped released"), 32 * MIB);
+    session.done("unmap va 33554432 0");
+    assert_eq!(session.agree("all unmapped"), 0);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_program_that_is_refused_may_try_for_ever() {
+    let place = Place::new().limited(64 * MIB);
+    let _first = place.ready();
+    // Another library's process that lives has the second slot.
+    let file = OpenOptions::new().write(true).open(place.usage()).unwrap();
+    let slot = usage::slot_offset(1).unwrap() as u64;
+    let status = slot + usage::SLOT_SIZE as u64 - 32;
+    for (at, value) in [(slot, std::process::id()), (status, 1), (usage::PROC_NUM_AT as u64, 2)] {
+        file.write_all_at(&value.to_le_bytes(), at).unwrap();
+    }
+    let mut session = place.session();
+    assert_ne!(session.ask("init")[0], 0);
+    let before = session.ask("files");
+    for _ in 0..20 {
+        assert_ne!(session.ask("init")[0], 0);
+    }
+    let after = session.ask("files");
+    // The program's own standard I/O may have mapped something.
+    assert!(after[1] == before[1] && after[2] <= before[2] + 1, "files and mappings: {before:?} {after:?}");
+    assert_eq!((place.hot().foreign, place.hot().refused), (21, 21));
+}
