@@ -5,6 +5,9 @@
 
 use core::ffi::CStr;
 use core::num::NonZeroU64;
+use core::ptr::null_mut;
+use core::sync::atomic::AtomicPtr;
+use core::sync::atomic::Ordering::{AcqRel, Acquire};
 
 use mullion_region::hami::{self, Layout};
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
@@ -35,13 +38,23 @@ pub(super) fn open_page(path: &'static CStr) -> Result<Option<(&'static Page, Pa
     result.map(Some)
 }
 
+/// The page as mapped, once it is: it is the same one as long as the container lives, and some questions are asked
+/// again and again.
+static MAPPED: AtomicPtr<Page> = AtomicPtr::new(null_mut());
+
 fn read_page(fd: Fd) -> Result<(&'static Page, PageSpec), Refusal> {
     let mut bytes = [0; page::LEN];
     let len = fd.read_at(&mut bytes, 0).map_err(Refusal::PageUnreadable)?;
     let spec = page::decode(bytes.get(..len).unwrap_or_default()).map_err(Refusal::PageDamaged)?;
-    let at = fd.map(page::LEN, 0, false).map_err(Refusal::PageUnreadable)?;
+    if MAPPED.load(Acquire).is_null() {
+        let at = fd.map(page::LEN, 0, false).map_err(Refusal::PageUnreadable)?;
+        if MAPPED.compare_exchange(null_mut(), at.cast(), AcqRel, Acquire).is_err() {
+            // SAFETY: another thread was first, nothing knows of this mapping.
+            unsafe { sys::unmap(at, page::LEN) };
+        }
+    }
     // SAFETY: a mapping of a page's length that is never unmapped; its words are atomic.
-    Ok((unsafe { &*at.cast::<Page>() }, spec))
+    Ok((unsafe { &*MAPPED.load(Acquire) }, spec))
 }
 
 /// A control page of this process's own, for limits given by hand.

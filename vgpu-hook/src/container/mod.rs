@@ -264,29 +264,36 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
         Limits::Mounted(page, spec) => {
             // Before the file: a child that forked after cuInit may not ask the driver, and needs no slot then.
             let _ = ordinals::cards()?;
-            (file::open_mounted(USAGE)?, page, spec, None, None)
+            (file::open_mounted(USAGE)?, Some(page), spec, None, None)
         }
         Limits::ByHand(settings) => {
             let cards = ordinals::cards()?;
             let (opened, spec, guard) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
-            (opened, file::private_page(&spec)?, spec, Some(settings), Some(guard))
+            (opened, None, spec, Some(settings), Some(guard))
         }
     };
     let region = opened.file.region;
     slots::drop_inherited(&opened.file);
-    let claimed = || {
+    let ready = || {
         let ordinals = Ordinals::of(&ordinals::cards()?, &spec)?;
         if let Some(pid) = opened.file.foreign_process() {
             region.hot().foreign.fetch_add(1, Relaxed);
             return Err(Refusal::ForeignProcess { path: opened.file.text(), pid });
         }
-        Ok((ordinals, opened.file.claim(opened.fd)?))
+        Ok(ordinals)
     };
     // Until others can see the slot, the file must not be set up anew: no other process would find it in use.
     let guard = Guard(setting_up);
-    let (ordinals, slot) = claimed().inspect_err(|_| {
+    let claimed = ready()
+        .inspect_err(|_| opened.fd.close())
+        .and_then(|ordinals| Ok((ordinals, opened.file.claim(opened.fd)?)));
+    let (ordinals, slot) = claimed.inspect_err(|_| {
         region.hot().refused.fetch_add(1, Relaxed);
+        // SAFETY: nothing else knows of the mapping yet. A program may try again for ever, and must not run out of
+        // address space, nor keep a slot that it does not use.
+        unsafe { region.unmap() };
     })?;
+    let page = page.map_or_else(|| file::private_page(&spec), Ok)?;
     // SAFETY: new memory that nobody frees.
     let file: &'static UsageFile = unsafe { &*place(opened.file)? };
     let cards = cards_of(file, page, &spec, slot);

@@ -11,6 +11,7 @@ use mullion_accounting::Slot;
 use mullion_region::{MAX_DEVICES, extension, page, usage};
 
 use super::fault::{Mark, Word};
+use crate::sys;
 
 /// A card's entry of the control page.
 #[repr(C)]
@@ -168,9 +169,16 @@ unsafe impl Sync for Region {}
 
 impl Region {
     /// # Safety
-    /// `base` is a mapping of [`usage::FILE_LEN`] bytes that is never unmapped.
+    /// `base` is a mapping of [`usage::FILE_LEN`] bytes that only [`Self::unmap`] ends.
     pub(crate) const unsafe fn new(base: *const u8) -> Self {
         Self { base }
+    }
+
+    /// # Safety
+    /// Nothing refers to the region any more, nor will.
+    pub(crate) unsafe fn unmap(self) {
+        // SAFETY: a mapping of this length, as `new` was told.
+        unsafe { sys::unmap(self.base.cast_mut(), usage::FILE_LEN) };
     }
 
     /// # Safety
