@@ -117,6 +117,25 @@ fn no_two_agents_run_on_a_node() {
     assert_eq!(daemon_set["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"], 0);
 }
 
+/// MO-04: the agent tells the runtime and the monitor paths as it sees them, so a folder that it shares with containers
+/// has the same path inside and outside of it.
+#[test]
+fn the_agent_sees_shared_folders_where_the_node_has_them() {
+    let daemon_set = &documents("nodeagent.yaml")[0];
+    let pod = &daemon_set["spec"]["template"]["spec"];
+    let list = |value: &Value| value.as_array().unwrap().clone();
+    let mut shared = 0;
+    for mount in list(&pod["containers"][0]["volumeMounts"]) {
+        let volume = list(&pod["volumes"]).into_iter().find(|v| v["name"] == mount["name"]).unwrap();
+        if !["hook", "state", "cdi"].contains(&mount["name"].as_str().unwrap()) {
+            continue;
+        }
+        shared += 1;
+        assert_eq!(volume["hostPath"]["path"], mount["mountPath"], "{mount}");
+    }
+    assert_eq!(shared, 3);
+}
+
 /// What each part's roles grant, as `verb resource` or `verb resource name`. A line more here is a right more for
 /// whoever gets hold of that part's token: it stands beside the code that needs it.
 #[test]

@@ -1,8 +1,8 @@
 //! All parts together, in the order in which they must come up: the kubelet first, from the state file; the audit log,
 //! the driver and the API server after that.
 
-use std::collections::BTreeSet;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -243,7 +243,8 @@ async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<Strin
     world.node_uid = state.get(Key::NodeUid).await?.unwrap_or_default();
     world.observation = state.get(Key::Observation).await?.unwrap_or_default();
     world.gpunode = state.get::<GPUNode>(Key::GpuNode).await?;
-    if state.get::<String>(Key::BootId).await?.as_ref() == Some(&boot_id) {
+    let same_boot = state.get::<String>(Key::BootId).await?.as_ref() == Some(&boot_id);
+    if same_boot {
         world.cards = state.get(Key::Cards).await?;
     } else {
         // Minors and uuids of an earlier boot prove nothing; the kubelet asks again for every container.
@@ -260,8 +261,26 @@ async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<Strin
         world.mark(&grant.allocation.as_str().into(), |fact| fact.prepared = true);
         world.grants.insert(grant.grant.clone(), grant);
     }
+    let folders = [("hookDir", &settings.hook_dir), ("cdiDir", &settings.cdi_dir)];
+    keep_folders(&folders, state, same_boot && !world.grants.is_empty()).await?;
     let offered: Vec<String> = state.get(Key::Slots).await?.unwrap_or_default();
     Ok((world, offered))
+}
+
+/// Keeps where containers' files are; `in_use` while there may be containers that have some (MO-04).
+async fn keep_folders(now: &[(&str, &PathBuf)], state: &State, in_use: bool) -> Result<(), Error> {
+    let now: BTreeMap<String, PathBuf> =
+        now.iter().map(|(setting, path)| ((*setting).to_owned(), (*path).clone())).collect();
+    let before: BTreeMap<String, PathBuf> = state.get(Key::Folders).await?.unwrap_or_default();
+    if in_use {
+        for (setting, now) in &now {
+            if let Some(before) = before.get(setting).filter(|before| *before != now) {
+                let (setting, before, now) = (setting.clone(), before.clone(), now.clone());
+                return Err(Error::FolderMoved { setting, before, now });
+            }
+        }
+    }
+    if before == now { Ok(()) } else { state.put(Key::Folders, &now).await }
 }
 
 /// Opens the audit log; where the state file was lost, takes from the log what is held.
@@ -460,4 +479,29 @@ fn topology_policy(path: &Path) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let config: serde_json::Value = serde_saphyr::from_str(&text).ok()?;
     Some(config.get("topologyManagerPolicy").and_then(|p| p.as_str()).unwrap_or("none").to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_folder_in_use_cannot_be_moved() {
+        let place = tempfile::tempdir().unwrap();
+        let state = State::open(&place.path().join("state.db")).await.unwrap();
+        let (old, new) = (PathBuf::from("/usr/local/vgpu"), PathBuf::from("/opt/vgpu"));
+        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
+        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
+        let error = keep_folders(&[("hookDir", &new)], &state, true).await.unwrap_err();
+        assert_eq!(error.code(), "FolderMoved");
+        let told = error.to_string();
+        assert!(
+            told.contains("hookDir") && told.contains("/usr/local/vgpu") && told.contains("/opt/vgpu"),
+            "{told}"
+        );
+        // The refusal changed nothing; without containers that use it, the folder may be another one.
+        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
+        keep_folders(&[("hookDir", &new)], &state, false).await.unwrap();
+        assert_eq!(keep_folders(&[("hookDir", &old)], &state, true).await.unwrap_err().code(), "FolderMoved");
+    }
 }

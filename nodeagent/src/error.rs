@@ -36,6 +36,20 @@ pub enum Error {
         /// The system's word.
         source: io::Error,
     },
+    /// Containers that may run have files from another folder than the settings name now: what they do would not be
+    /// seen, and their files would be left behind.
+    #[error(
+        "{setting} is {now:?}, but containers of this node were given files from {before:?}: set it back, or let the \
+         node's GPU pods end first under the old setting"
+    )]
+    FolderMoved {
+        /// Name of the setting.
+        setting: String,
+        /// As it was.
+        before: PathBuf,
+        /// As it is.
+        now: PathBuf,
+    },
     /// The cgroups that are mounted are not those of the node's pods.
     #[error(
         "no kubelet keeps pods below {mount:?}, so that nothing proves a pod over: mount the node's /sys/fs/cgroup there \
@@ -161,6 +175,7 @@ impl Error {
             Self::NoNodeName => "NodeNameMissing",
             Self::File { source, .. } if source.kind() == io::ErrorKind::StorageFull => "DiskFull",
             Self::File { .. } => "FileFailed",
+            Self::FolderMoved { .. } => "FolderMoved",
             Self::CgroupUnseen { .. } => "CgroupUnseen",
             Self::CgroupElsewhere { .. } => "CgroupElsewhere",
             Self::State { .. } => "StateFailed",

@@ -47,6 +47,8 @@ pub enum Key {
     GpuNode,
     /// Cards with their health.
     Cards,
+    /// The settings that name folders of which containers were given files, with their values.
+    Folders,
 }
 
 impl Key {
@@ -58,6 +60,7 @@ impl Key {
             Self::Observation => "observation",
             Self::GpuNode => "gpuNode",
             Self::Cards => "cards",
+            Self::Folders => "folders",
         }
     }
 }
