@@ -13,12 +13,9 @@ impl CUresult {
     pub(crate) const INVALID_VALUE: Self = Self(1);
     pub(crate) const OUT_OF_MEMORY: Self = Self(2);
     pub(crate) const NOT_INITIALIZED: Self = Self(3);
-    pub(crate) const INVALID_CONTEXT: Self = Self(201);
     pub(crate) const OPERATING_SYSTEM: Self = Self(304);
-    pub(crate) const INVALID_HANDLE: Self = Self(400);
     pub(crate) const NOT_FOUND: Self = Self(500);
     pub(crate) const NOT_SUPPORTED: Self = Self(801);
-    pub(crate) const UNKNOWN: Self = Self(999);
 
     pub(crate) const fn is_ok(self) -> bool {
         self.0 == 0
@@ -37,8 +34,6 @@ pub(crate) type CUuint64 = u64;
 pub(crate) type CUenum = c_uint;
 /// `CUmemGenericAllocationHandle`.
 pub(crate) type CUmemGenericAllocationHandle = u64;
-/// `CUtexObject` and its like.
-pub(crate) type CUobject = u64;
 
 macro_rules! handles {
     ($($(#[$doc:meta])* $name:ident)*) => {
@@ -46,20 +41,14 @@ macro_rules! handles {
     };
 }
 handles! {
-    CUcontext CUmodule CUfunction CUlibrary CUkernel CUstream CUevent CUarray CUmipmappedArray CUgraph CUgraphExec
-    CUgraphNode CUmemoryPool CUexternalMemory CUgreenCtx CUdevResourceDesc CUlinkState CUgraphicsResource
-    CUcoredumpCallbackHandle CUhostFn
+    CUcontext CUmodule CUfunction CUlibrary CUstream CUevent CUarray CUmipmappedArray CUgraph CUgraphExec CUgraphNode
+    CUmemoryPool CUgreenCtx CUdevResourceDesc
 }
 
 /// `CUuuid`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CUuuid(pub(crate) [u8; 16]);
-
-/// `CUipcMemHandle`, passed by value.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CUipcMemHandle(pub(crate) [u8; 64]);
 
 /// `CUDA_ARRAY_DESCRIPTOR` since CUDA 3.2.
 #[repr(C)]
@@ -149,16 +138,6 @@ pub(crate) struct CUgraphNodeParams {
     reserved2: i64,
 }
 
-/// `CUmulticastObjectProp`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CUmulticastObjectProp {
-    pub(crate) devices: c_uint,
-    pub(crate) size: usize,
-    pub(crate) handle_types: u64,
-    pub(crate) flags: u64,
-}
-
 /// `CUlaunchConfig`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -202,8 +181,7 @@ const _: () = {
     assert!(
         size_of::<CUgraphNodeParams>() == 256 && core::mem::offset_of!(CUgraphNodeParams, parameters) == 16
     );
-    assert!(size_of::<CUmulticastObjectProp>() == 32);
     assert!(size_of::<CUlaunchConfig>() == 56 && core::mem::offset_of!(CUlaunchConfig, stream) == 32);
     assert!(size_of::<LaunchParams>() == 56 && size_of::<GraphInstantiateParams>() == 32);
-    assert!(size_of::<CUipcMemHandle>() == 64 && size_of::<CUuuid>() == 16);
+    assert!(size_of::<CUuuid>() == 16);
 };

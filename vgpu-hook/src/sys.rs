@@ -32,14 +32,6 @@ impl Errno {
     pub(crate) const AGAIN: Self = Self(11);
     /// Permission denied; a held lock on some file systems.
     pub(crate) const ACCES: Self = Self(13);
-    /// The file exists.
-    pub(crate) const EXIST: Self = Self(17);
-    /// Invalid argument: what an older kernel says to a request that it does not know.
-    pub(crate) const INVAL: Self = Self(22);
-    /// Read-only file system.
-    pub(crate) const ROFS: Self = Self(30);
-    /// The time is over.
-    pub(crate) const TIMEDOUT: Self = Self(110);
 }
 
 const _: () = assert!(size_of::<usize>() == 8);
@@ -55,7 +47,6 @@ pub(crate) struct Fd(pub(crate) c_int);
 pub(crate) const O_RDONLY: c_int = 0;
 pub(crate) const O_RDWR: c_int = 2;
 pub(crate) const O_CREAT: c_int = 0o100;
-pub(crate) const O_EXCL: c_int = 0o200;
 #[cfg(target_arch = "x86_64")]
 pub(crate) const O_NOFOLLOW: c_int = 0o400_000;
 #[cfg(target_arch = "aarch64")]
@@ -138,7 +129,7 @@ impl Fd {
         })
     }
 
-    /// One `fcntl` on one byte: [`F_OFD_SETLK`], [`F_OFD_GETLK`] or [`F_SETLK`]. The record as the kernel left it.
+    /// One `fcntl` on one byte: [`F_OFD_SETLK`] or [`F_OFD_GETLK`]. The record as the kernel left it.
     pub(crate) fn lock(self, command: c_int, kind: i16, at: u64) -> Result<Record, Errno> {
         let mut record = Record { kind, whence: 0, start: at.cast_signed(), len: 1, pid: 0 };
         // SAFETY: the kernel reads, and for a query fills in, the record.
@@ -195,7 +186,6 @@ pub(crate) struct Record {
     pub(crate) pid: i32,
 }
 
-pub(crate) const F_SETLK: c_int = 6;
 pub(crate) const F_OFD_GETLK: c_int = 36;
 pub(crate) const F_OFD_SETLK: c_int = 37;
 pub(crate) const F_WRLCK: i16 = 1;
@@ -256,12 +246,6 @@ pub(crate) fn futex_wake(word: *const u32) {
 pub(crate) fn process_id() -> i32 {
     // SAFETY: no argument.
     i32::try_from(unsafe { syscall(number::GETPID, [0; 6]) }).unwrap_or(0)
-}
-
-/// Lets others run.
-pub(crate) fn yield_now() {
-    // SAFETY: no argument.
-    unsafe { syscall(number::SCHED_YIELD, [0; 6]) };
 }
 
 pub(crate) fn sleep_ns(ns: u64) {

@@ -48,6 +48,8 @@ pub(crate) struct Row {
     /// First CUDA version (`major * 1000 + minor * 10`) for which `cuGetProcAddress` answers with this form; 0 = none
     /// does (NVML).
     pub(crate) since: u32,
+    /// For whoever reads the table, and its tests.
+    #[allow(dead_code, reason = "the implementations know it")]
     pub(crate) charge: Charge,
     /// What the program gets instead.
     pub(crate) wrapper: Wrapper,

@@ -120,3 +120,13 @@ fn a_program_that_is_refused_may_try_for_ever() {
     assert!(after[1] == before[1] && after[2] <= before[2] + 1, "files and mappings: {before:?} {after:?}");
     assert_eq!((place.hot().foreign, place.hot().refused), (21, 21));
 }
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_link_at_the_usage_files_name_is_not_followed() {
+    let place = Place::new().limited(64 * MIB);
+    std::fs::write(place.path("somebodys"), "").unwrap();
+    std::os::unix::fs::symlink(place.path("somebodys"), place.usage()).unwrap();
+    assert_ne!(place.session().ask("init")[0], 0);
+    assert_eq!(std::fs::metadata(place.path("somebodys")).unwrap().len(), 0);
+}

@@ -187,6 +187,23 @@ fn nvml_and_the_driver_agree() {
     neighbour.end();
 }
 
+#[test]
+#[ignore = "needs the built library"]
+fn a_limit_above_the_cards_size_makes_it_no_larger() {
+    let place = Place::new();
+    let (allocate, nvml) = (place.build("allocate"), place.build("nvml"));
+    let mut first = holding(place.limited(&allocate, Some(200)).arg(CHUNK.to_string()).arg("hold"));
+    let size = number(&pairs(&first.text), "size");
+    let text = run(&mut place.limited(&nvml, Some(200))).quiet();
+    let told = pairs(&text);
+    for key in ["total", "total-v2"] {
+        // NVML counts what the driver keeps for itself, the driver does not.
+        assert!((size..size + GIB).contains(&number(&told, key)), "{key}: {text}");
+    }
+    assert!(size < 100 * GIB && number(&told, "used") <= size, "{text}");
+    first.end();
+}
+
 /// A program that holds memory until it is told to end.
 struct Holding {
     child: std::process::Child,

@@ -96,7 +96,8 @@ pub(super) fn open_by_hand(
 ) -> Result<(Opened, PageSpec, Fd), Refusal> {
     let text = Text(path);
     let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
-    let flags = sys::O_RDWR | sys::O_CLOEXEC | sys::O_CREAT | O_NONBLOCK;
+    // In a folder for all, such as /tmp, a link at the name may be anybody's and lead anywhere.
+    let flags = sys::O_RDWR | sys::O_CLOEXEC | sys::O_CREAT | sys::O_NOFOLLOW | O_NONBLOCK;
     let fd = sys::open(path, flags, 0o666).map_err(|errno| unusable("opening", errno))?;
     let guard = match sys::open(path, sys::O_RDWR | sys::O_CLOEXEC | O_NONBLOCK, 0) {
         Ok(guard) => guard,

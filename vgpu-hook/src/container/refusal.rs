@@ -209,7 +209,7 @@ mod tests {
             }),
             Refusal::PageUnreadable(Errno(13)),
             Refusal::PageDamaged(mullion_region::Error::Magic { what: "control page", found: 1 }),
-            Refusal::DriverSilent { call: "cuDeviceGetCount", result: CUresult::UNKNOWN },
+            Refusal::DriverSilent { call: "cuDeviceGetCount", result: CUresult(999) },
             Refusal::CardUnknown { ordinal: 1, uuid: CUuuid([7; 16]) },
             Refusal::TooManyCards { found: 17 },
             Refusal::FileUnusable { path, doing: "open", errno: Errno(30) },

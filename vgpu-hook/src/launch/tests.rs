@@ -198,8 +198,8 @@ fn with_a_limit_launches_wait_for_their_share() {
 fn a_launch_that_fails_is_given_back() {
     let (files, pacer, fake) = (Files::new(10), pacer(Some(100 * MS)), Fake::new(0));
     for _ in 0..20 {
-        let result = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::INVALID_HANDLE);
-        assert_eq!(result, CUresult::INVALID_HANDLE);
+        let result = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::NOT_FOUND);
+        assert_eq!(result, CUresult::NOT_FOUND);
     }
     assert_eq!(files.words.waits.load(Relaxed), 0);
 }

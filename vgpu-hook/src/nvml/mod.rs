@@ -15,6 +15,7 @@ pub(crate) use processes::{ProcessV1, ProcessV2, compute_v1, compute_v2, others_
 
 use crate::container::{self, Card};
 use crate::driver::{Function, Library, Missing};
+use crate::memory::view;
 use crate::table::Absent;
 
 /// `nvmlReturn_t`.
@@ -103,10 +104,11 @@ pub(crate) unsafe fn memory_v1(
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(device, memory) };
     if result == NvmlReturn::SUCCESS
-        && let Some((total, used)) = slice(device)
-    {
         // SAFETY: NVML has just written there.
-        unsafe { memory.write(Memory { total, free: total.saturating_sub(used), used }) };
+        && let Some((total, free, used)) = slice(device, unsafe { memory.read() }.total)
+    {
+        // SAFETY: as above.
+        unsafe { memory.write(Memory { total, free, used }) };
     }
     result
 }
@@ -123,20 +125,19 @@ pub(crate) unsafe fn memory_v2(
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(device, memory) };
     if result == NvmlReturn::SUCCESS
-        && let Some((total, used)) = slice(device)
-    {
         // SAFETY: NVML has just written there.
-        let version = unsafe { (*memory).version };
-        let slice = MemoryV2 { version, total, reserved: 0, free: total.saturating_sub(used), used };
+        && let MemoryV2 { version, total, .. } = unsafe { memory.read() }
+        && let Some((total, free, used)) = slice(device, total)
+    {
         // SAFETY: as above.
-        unsafe { memory.write(slice) };
+        unsafe { memory.write(MemoryV2 { version, total, reserved: 0, free, used }) };
     }
     result
 }
 
-/// Limit and use of the card in bytes, never more used than there is.
-fn slice(device: Device) -> Option<(u64, u64)> {
+/// Total, free and used bytes of a card whose real size is `physical`, as `cuMemGetInfo` gives them.
+fn slice(device: Device, physical: u64) -> Option<(u64, u64, u64)> {
     let card = card(device)?;
-    let total = card.limit()?;
-    Some((total, card.used().min(total)))
+    let (free, total) = view(card.limit()?, card.used(), physical);
+    Some((total, free, total - free))
 }

@@ -82,7 +82,6 @@ pub(super) mod number {
     pub(in crate::sys) const MUNMAP: isize = 11;
     pub(in crate::sys) const PREAD64: isize = 17;
     pub(in crate::sys) const PWRITE64: isize = 18;
-    pub(in crate::sys) const SCHED_YIELD: isize = 24;
     pub(in crate::sys) const MADVISE: isize = 28;
     pub(in crate::sys) const NANOSLEEP: isize = 35;
     pub(in crate::sys) const GETPID: isize = 39;
@@ -114,7 +113,6 @@ pub(super) mod number {
     pub(in crate::sys) const FUTEX: isize = 98;
     pub(in crate::sys) const NANOSLEEP: isize = 101;
     pub(in crate::sys) const CLOCK_GETTIME: isize = 113;
-    pub(in crate::sys) const SCHED_YIELD: isize = 124;
     pub(in crate::sys) const KILL: isize = 129;
     pub(in crate::sys) const GETPID: isize = 172;
     pub(in crate::sys) const MUNMAP: isize = 215;
