@@ -264,10 +264,13 @@ impl Sampler {
         call: impl FnOnce() -> CUresult,
     ) -> CUresult {
         let context = events.context();
-        let free = |s: &&Slot| s.state.load(Relaxed) == FREE;
-        // First one whose events fit.
-        let fitting = self.slots.iter().filter(free).find(|s| s.context.load(Relaxed) == context);
-        let slot = match fitting.or_else(|| self.slots.iter().find(free)) {
+        let of = |slot: &Slot, context| slot.context.load(Relaxed) == context;
+        let free = || self.slots.iter().filter(|s| s.state.load(Relaxed) == FREE);
+        // One whose events fit, else one without events. Another context's events are lost with their place, so only a
+        // context that has no place at all takes one: two contexts by turns must not make events for ever.
+        let fitting = free().find(|s| of(s, context)).or_else(|| free().find(|s| of(s, 0)));
+        let taken_over = || free().find(|_| !self.slots.iter().any(|s| of(s, context)));
+        let slot = match fitting.or_else(taken_over) {
             Some(slot) if context != 0 && slot.take(FREE) => slot,
             _ => return call(),
         };

@@ -386,3 +386,24 @@ fn arguments_and_results_pass_unchanged() {
     let result = unsafe { super::kernel_ex(real_ex, core::ptr::null(), function, null_mut(), null_mut()) };
     assert_eq!(result, CUresult::INVALID_VALUE);
 }
+
+#[test]
+fn contexts_by_turns_do_not_make_events_for_ever() {
+    let pacer = pacer(None);
+    let (mut first, mut second) = (Fake::new(MS), Fake::new(MS));
+    (first.context, second.context) = (1, 2);
+    for round in 0..100 {
+        // Sixteen of the first are under way, then some of each.
+        let (running, order) = (round % 3 != 2, [&mut first, &mut second]);
+        for fake in order {
+            fake.running = running;
+            for _ in 0..16 {
+                let result = pacer.sampler.measure(0, request().key, 1, fake, || CUresult::SUCCESS);
+                assert_eq!(result, CUresult::SUCCESS);
+            }
+            pacer.sampler.poll(fake, |_| {});
+        }
+    }
+    let made = first.created.load(Relaxed) + second.created.load(Relaxed);
+    assert!(made <= 2 * (16 + 2), "{made} events");
+}
