@@ -44,6 +44,24 @@ fn a_pool_of_another_card_is_charged_there() {
 
 #[test]
 #[ignore = "needs the built library"]
+fn a_graphs_memory_is_charged_to_the_card_of_its_nodes() {
+    let place = Place::new().limited(128 * MIB);
+    let mut session = place.ready();
+    session.done("graph large 200000000 1");
+    session.done("graph g 40000000 1");
+    assert_eq!(session.ask("launch large"), [OUT_OF_MEMORY]);
+    assert_eq!(card!(place, session, 1), (0, 0));
+    session.done("launch g");
+    let (charged, given) = card!(place, session, 1);
+    assert!(charged == given && given >= 40_000_000, "charged {charged}, given {given}");
+    assert_eq!(session.agree("memory of card 1"), 0);
+    session.done("sync");
+    session.done("trim-graphs 1");
+    assert_eq!(card!(place, session, 1), (0, 0));
+}
+
+#[test]
+#[ignore = "needs the built library"]
 fn a_context_with_users_left_stays_charged() {
     let place = Place::new().contexts_of(100).limited(512 * MIB);
     let mut session = place.ready();

@@ -16,7 +16,7 @@ use super::{Here, charge, counted, here};
 use crate::container::{self, Card, Container, Held, Lock};
 use crate::cuda::{
     CUdevice, CUenum, CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeParams, CUresult, CUstream, CUuint64,
-    GraphInstantiateParams, MemAllocNodeParams,
+    GraphInstantiateParams, LOCATION_DEVICE, MemAllocNodeParams,
 };
 use crate::driver;
 use crate::launch;
@@ -46,7 +46,8 @@ pub(crate) struct Graphs {
     /// Whether any graph may have an allocation node.
     any: AtomicBool,
     pools: [Pool; MAX_DEVICES],
-    /// By executable graph: the bytes of its allocation nodes.
+    /// By executable graph: the bytes of its allocation nodes on the card that has the most of them; `note` is 1 when
+    /// others have some too.
     executables: Entries,
 }
 
@@ -130,28 +131,41 @@ fn trim(container: &Container, card: &Card, pool: &Pool, held: &Held<'_>) -> boo
     pool.charged.load(Relaxed) < before
 }
 
-/// Bytes that the allocation nodes of a graph ask for.
-fn asked_by(graph: CUgraph, depth: u32) -> u64 {
+/// Bytes that allocation nodes ask for, by card.
+struct Asked {
+    now: Here,
+    bytes: [u64; MAX_DEVICES],
+}
+
+impl Asked {
+    fn add(&mut self, card: &Card, bytes: u64) {
+        if let Some(sum) = self.bytes.get_mut(usize::from(card.index)) {
+            *sum = sum.saturating_add(bytes);
+        }
+    }
+}
+
+/// Adds what the allocation nodes of a graph ask for.
+fn add_asked(asked: &mut Asked, graph: CUgraph, depth: u32) {
     let nodes = driver::function!(
         cuGraphGetNodes: unsafe extern "C" fn(CUgraph, *mut CUgraphNode, *mut usize) -> CUresult
     );
     let kind = driver::function!(
         cuGraphNodeGetType: unsafe extern "C" fn(CUgraphNode, *mut CUenum) -> CUresult
     );
-    let (Some(nodes), Some(kind)) = (nodes, kind) else { return 0 };
+    let (Some(nodes), Some(kind)) = (nodes, kind) else { return };
     let mut count = 0;
     // SAFETY: without a place for nodes, the driver only counts them.
     let result = unsafe { nodes(graph, core::ptr::null_mut(), &raw mut count) };
     let Some(bytes) = count.checked_mul(size_of::<CUgraphNode>()).filter(|_| result.is_ok() && count > 0)
     else {
-        return 0;
+        return;
     };
-    let Ok(memory) = sys::map_private(bytes) else { return 0 };
+    let Ok(memory) = sys::map_private(bytes) else { return };
     #[expect(clippy::cast_ptr_alignment, reason = "a mapping begins on a page")]
     let list = memory.cast::<CUgraphNode>();
     // SAFETY: room for `count` nodes.
     let result = unsafe { nodes(graph, list, &raw mut count) };
-    let mut sum = 0_u64;
     for index in (0..count).take_while(|_| result.is_ok()) {
         // SAFETY: below `count`.
         let place = unsafe { list.add(index) };
@@ -160,19 +174,18 @@ fn asked_by(graph: CUgraph, depth: u32) -> u64 {
         let mut found = 0;
         // SAFETY: a node of the graph; the driver writes one number.
         if unsafe { kind(node, &raw mut found) }.is_ok() {
-            sum = sum.saturating_add(match found {
-                ALLOCATION => asked_by_node(node),
-                CHILD if depth > 0 => asked_by_child(node, depth - 1),
-                _ => 0,
-            });
+            match found {
+                ALLOCATION => add_asked_by_node(asked, node),
+                CHILD if depth > 0 => add_asked_by_child(asked, node, depth - 1),
+                _ => {}
+            }
         }
     }
     // SAFETY: the mapping made above, of which nothing is used any more.
     unsafe { sys::unmap(memory, bytes) };
-    sum
 }
 
-fn asked_by_node(node: CUgraphNode) -> u64 {
+fn add_asked_by_node(asked: &mut Asked, node: CUgraphNode) {
     let ask = driver::function!(
         cuGraphMemAllocNodeGetParams: unsafe extern "C" fn(CUgraphNode, *mut MemAllocNodeParams) -> CUresult
     );
@@ -181,22 +194,25 @@ fn asked_by_node(node: CUgraphNode) -> u64 {
         // SAFETY: an allocation node; the driver fills in the structure.
         Some(ask) if unsafe { ask(node, parameters.as_mut_ptr()) }.is_ok() => {
             // SAFETY: zeroed, so whole whatever the driver wrote.
-            round_up(unsafe { parameters.assume_init() }.bytes as u64, BLOCK)
+            let parameters = unsafe { parameters.assume_init() };
+            let location = parameters.pool.location;
+            let card =
+                if location.kind == LOCATION_DEVICE { asked.now.container.card(location.id) } else { None };
+            asked.add(card.unwrap_or(asked.now.card), round_up(parameters.bytes as u64, BLOCK));
         }
         // Not told: what it takes is charged after the launch.
-        _ => BLOCK,
+        _ => asked.add(asked.now.card, BLOCK),
     }
 }
 
-fn asked_by_child(node: CUgraphNode, depth: u32) -> u64 {
+fn add_asked_by_child(asked: &mut Asked, node: CUgraphNode, depth: u32) {
     let ask = driver::function!(
         cuGraphChildGraphNodeGetGraph: unsafe extern "C" fn(CUgraphNode, *mut CUgraph) -> CUresult
     );
     let mut graph = core::ptr::null_mut();
-    match ask {
-        // SAFETY: a node with a graph in it; the driver writes one handle.
-        Some(ask) if unsafe { ask(node, &raw mut graph) }.is_ok() => asked_by(graph, depth),
-        _ => 0,
+    // SAFETY: a node with a graph in it; the driver writes one handle.
+    if ask.is_some_and(|ask| unsafe { ask(node, &raw mut graph) }.is_ok()) {
+        add_asked(asked, graph, depth);
     }
 }
 
@@ -205,29 +221,34 @@ fn asked_by_child(node: CUgraphNode, depth: u32) -> u64 {
 /// # Safety
 /// `executable` is a place that the driver has written, or null.
 unsafe fn instantiated(result: CUresult, graph: CUgraph, executable: *mut CUgraphExec) -> CUresult {
-    let Ok(container) = counted() else { return result };
-    let graphs = &container.books.graphs;
+    let Ok(now) = here() else { return result };
+    let graphs = &now.container.books.graphs;
     if !result.is_ok() || executable.is_null() || !graphs.any.load(Relaxed) {
         return result;
     }
-    let size = asked_by(graph, DEPTH);
-    if size > 0 {
+    let mut asked = Asked { now, bytes: [0; MAX_DEVICES] };
+    add_asked(&mut asked, graph, DEPTH);
+    let cards = (0_u8..).zip(asked.bytes).filter(|&(_, size)| size > 0);
+    if let Some((card, size)) = cards.clone().max_by_key(|&(_, size)| size) {
         // SAFETY: the driver has just written it.
         let handle = unsafe { executable.read() }.addr() as u64;
+        let entry = Entry { size, card, kind: 0, note: u64::from(cards.count() > 1) };
         graphs.executables.take(handle);
-        let _ = graphs.executables.insert(handle, &Entry { size, ..Entry::default() });
-        graphs.observe_all(container);
+        let _ = graphs.executables.insert(handle, &entry);
+        graphs.observe_all(now.container);
     }
     result
 }
 
 /// Runs `real`, which may make a card's pool take more.
 fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Ok(Here { container, card, .. }) = here() else { return real() };
+    let Ok(container) = counted() else { return real() };
     let graphs = &container.books.graphs;
     let known =
         if graphs.any.load(Relaxed) { graphs.executables.get(executable.addr() as u64) } else { None };
-    let (Some(entry), Some(pool)) = (known, graphs.pool(card)) else { return real() };
+    let Some(entry) = known else { return real() };
+    let card = container.card_at(entry.card);
+    let Some((card, pool)) = card.and_then(|card| Some((card, graphs.pool(card)?))) else { return real() };
     let held = pool.lock.lock();
     let (reserved, used) = follow(container, card, pool, &held);
     let whole = round_up(entry.size, BLOCK);
@@ -256,6 +277,10 @@ fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult 
         card.memory.free(before - after);
     }
     pool.charged.store(after, Relaxed);
+    drop(held);
+    if entry.note != 0 {
+        graphs.observe_all(container);
+    }
     result
 }
 

@@ -227,7 +227,7 @@ static void step(char *line, FILE *in) {
   else if (IS("unload")) printf("%d\n", cuModuleUnload(handle(a)));
   else if (IS("graph")) {
     void *graph, *take, *give, *exec = 0;
-    struct node p = { .pool = { .kind = 1, .location = { 1, 0 } }, .bytes = n };
+    struct node p = { .pool = { .kind = 1, .location = { 1, m } }, .bytes = n };
     res r = cuGraphCreate(&graph, 0);
     if (!r) r = cuGraphAddMemAllocNode(&take, graph, 0, 0, &p);
     const void *after[1] = { take };
