@@ -545,3 +545,23 @@ fn threads_of_a_process_leave_the_books_in_order() {
     let peak = sessions[0].ask("given 0")[3];
     assert!(peak <= 100 * MIB, "the card had given {peak}");
 }
+
+/// What a context takes is found by looking at the card, and others of the container work on it meanwhile.
+#[test]
+#[ignore = "needs the built library"]
+fn contexts_made_while_others_work_are_charged_in_full() {
+    let place = Place::new().contexts_of(64).limited(1024 * MIB);
+    let mut first = place.ready();
+    let mut busy: Vec<_> = (0..2).map(|_| place.ready()).collect();
+    for session in &mut busy {
+        session.tell("hammer");
+    }
+    let later: Vec<_> = (0..6).map(|_| place.ready()).collect();
+    for session in &mut busy {
+        assert_eq!(session.hear(), Some(vec![0]));
+        session.done("sync");
+    }
+    let (used, on_card) = (first.used(), first.ask("given 0")[2]);
+    assert_eq!(used, on_card, "charged {used}, given {on_card}");
+    later.into_iter().for_each(Session::end);
+}

@@ -122,8 +122,8 @@ impl<'c> Before<'c> {
             (Some(before), Some(after)) => {
                 // The claim is part of what the container has by its books, and not taken yet.
                 let taken = after.since(before, MOST);
-                let taken = if other.is_some() || taken > 0 { taken } else { claimed.unwrap_or(0) };
-                claimed.map_or(taken, |known| taken.min(known))
+                let quiet = after.is_quiet_since(before) && (other.is_some() || taken > 0);
+                claimed.map_or(taken, |known| if quiet { less_than_known(taken, known) } else { known })
             }
             _ => claimed.unwrap_or(0),
         };
@@ -142,6 +142,12 @@ impl<'c> Before<'c> {
         container.books.contexts.changed(container, card, true);
         true
     }
+}
+
+/// What to charge for a context that seems to take `taken`, where others took `known`: no more than that, and less only
+/// where it is clearly less, since a process that frees something meanwhile makes it seem a bit less.
+fn less_than_known(taken: u64, known: u64) -> u64 {
+    if taken < known - known / 8 { taken } else { known }
 }
 
 /// Remembers the smallest context seen: a larger one may have had a neighbour's memory in it.

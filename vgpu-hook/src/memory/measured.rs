@@ -25,6 +25,12 @@ impl Look {
         let counted = i128::from(self.counted) - i128::from(before.counted);
         u64::try_from(less - counted).unwrap_or(0).min(most)
     }
+
+    /// Whether the container's books are as they were `before`. Where they are not, some of its processes were between the
+    /// driver and the books at one of the two looks, and the difference is off by that, either way.
+    pub(super) fn is_quiet_since(self, before: Self) -> bool {
+        self.counted == before.counted
+    }
 }
 
 /// The card of the calling thread's context.
