@@ -148,3 +148,20 @@ fn a_link_at_the_usage_files_name_is_not_followed() {
     assert_ne!(place.session().ask("init")[0], 0);
     assert_eq!(std::fs::metadata(place.path("somebodys")).unwrap().len(), 0);
 }
+
+#[test]
+#[ignore = "needs the built library"]
+fn what_lies_behind_an_imported_mapping_is_unmapped_with_it() {
+    let place = Place::new().limited(128 * MIB);
+    let mut session = place.ready();
+    session.done("create theirs 2097152");
+    session.done("import i theirs");
+    session.done("create ours 4194304");
+    session.done("reserve va 8388608");
+    session.done("map va i 0 2097152");
+    session.done("map va ours 2097152 4194304");
+    session.done("release ours");
+    assert_eq!(session.agree("mapped"), 6 * MIB);
+    session.done("unmap va 6291456 0");
+    assert_eq!(session.agree("unmapped, and theirs left"), 2 * MIB);
+}

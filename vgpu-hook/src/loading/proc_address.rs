@@ -78,7 +78,10 @@ pub(crate) unsafe fn v2(
             if result.is_ok() { found.expose_provenance() } else { 0 }
         };
         // SAFETY: the driver has accepted name and place.
-        if unsafe { exchange(name, function, version, flags, &ask) } == Answer::Refused && !status.is_null() {
+        if unsafe { exchange(name, function, version, flags, &ask) } == Answer::Refused {
+            if status.is_null() {
+                return CUresult::NOT_FOUND;
+            }
             // SAFETY: the driver has written there as well.
             unsafe { status.write(VERSION_NOT_SUFFICIENT) };
         }
