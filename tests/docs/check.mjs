@@ -6,7 +6,7 @@ import { spawnSync } from "node:child_process";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
-const PROGRAMS = /^(controller|crds|nodeagent|telemetry)\/.*\.rs$/;
+const PROGRAMS = /^(controller|crds|nodeagent|telemetry|vgpu-hook\/src)\/.*\.rs$/;
 
 /** The words that functions named `code` (and `as_str` of an enum `Code`) return, test modules aside. */
 export function codesIn(source) {
