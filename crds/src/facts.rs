@@ -61,8 +61,9 @@ pub fn node(object: &GPUNode) -> Option<NodeFact> {
     let status = object.status.as_ref()?;
     let says = |kind: &str, word: &str| status.conditions.iter().any(|c| c.type_ == kind && c.status == word);
     let driver_ready = says("DriverReady", "True");
-    // Where nothing can be written down, or no driver files are known, every container would be refused.
-    let refuses = says("AuditWritable", "False") || says("CDISpecFound", "False");
+    // Where nothing can be written down, no driver files are known or no limit can be applied, every container would be
+    // refused.
+    let refuses = ["AuditWritable", "CDISpecFound", "LibraryFound"].iter().any(|kind| says(kind, "False"));
     Some(NodeFact {
         name: object.name_any().into(),
         node_uid: status.node_uid.as_str().into(),
@@ -197,6 +198,8 @@ mod tests {
             ("unknown", json!([("AuditWritable", "Unknown")]), false, json!({})),
             ("nothing can be written down", json!([("AuditWritable", "False")]), true, json!({})),
             ("no driver files", json!([("CDISpecFound", "False")]), true, json!({})),
+            ("no library", json!([("LibraryFound", "False")]), true, json!({})),
+            ("no library is asked for", json!([("LibraryFound", "Unknown")]), false, json!({})),
             ("the admin closed it", json!([]), true, json!({"cordon": true})),
         ] {
             let conditions: Vec<_> = serde_json::from_value::<Vec<(String, String)>>(conditions)

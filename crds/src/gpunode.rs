@@ -144,7 +144,7 @@ pub struct GPUNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_tables: Vec<MigTable>,
     /// `DriverReady`, `PluginRegistered`, `CDISpecFound`, `TopologyAligned`, `ResourceConflict`, `PodCgroupsSeen`,
-    /// `AuditWritable`.
+    /// `AuditWritable`, `LibraryFound`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".into()]))]

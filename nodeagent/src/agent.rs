@@ -20,7 +20,7 @@ use tracing::{info, warn};
 use crate::api::{self, Watches};
 use crate::audit::{Audit, carried_over};
 use crate::checkpoint;
-use crate::config::Settings;
+use crate::config::{Enforcement, Settings};
 use crate::device_plugin::server::{Prepare, Service};
 use crate::device_plugin::{self, slots};
 use crate::error::Error;
@@ -400,6 +400,7 @@ async fn keep_signs(
     audit: Audit,
     mut registered: watch::Receiver<bool>,
 ) {
+    let libraries = Library::new(&settings);
     loop {
         let specs = finder.find().await;
         let takes_rows = audit.check().await;
@@ -412,6 +413,13 @@ async fn keep_signs(
                 if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join("; ")) };
             Ok(files.join(", ") + &beside)
         };
+        let library = match libraries.current() {
+            Ok(Ok(library)) => Ok(library.display().to_string()),
+            Ok(Err(unusable)) => {
+                Err((unusable.code(), unusable.to_string(), settings.enforcement == Enforcement::Required))
+            }
+            Err(error) => Err((error.code(), mullion_telemetry::source_chain(&error), true)),
+        };
         let topology = topology_policy(&settings.kubelet_config);
         let rivals = device_plugin::rivals(&settings.device_plugin_dir);
         let mut is_registered = *registered.borrow_and_update();
@@ -423,6 +431,7 @@ async fn keep_signs(
         shared.change_if(|world| {
             let before = world.signs.clone();
             world.signs.cdi = Some(cdi);
+            world.signs.library = Some(library);
             world.signs.topology = topology;
             world.signs.rivals = rivals;
             world.signs.registered = is_registered;

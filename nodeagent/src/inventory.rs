@@ -95,6 +95,13 @@ fn conditions(world: &World) -> Vec<Sign> {
         Some(Err(problem)) => sign("CDISpecFound", "False", "CdiSpecMissing", problem),
         None => sign("CDISpecFound", "Unknown", "NotLooked", "not looked for yet"),
     };
+    let library = match &world.signs.library {
+        Some(Ok(library)) => sign("LibraryFound", "True", "Found", library),
+        Some(Err((code, problem, true))) => sign("LibraryFound", "False", code, problem),
+        // Not False, which closes the node: containers start, without limits, as the admin wants it.
+        Some(Err((_, problem, false))) => sign("LibraryFound", "Unknown", "ReportOnly", problem),
+        None => sign("LibraryFound", "Unknown", "NotLooked", "not looked for yet"),
+    };
     let topology = match world.signs.topology.as_deref() {
         None => sign(
             "TopologyAligned",
@@ -142,7 +149,7 @@ fn conditions(world: &World) -> Vec<Sign> {
         }
         None => sign("AuditWritable", "Unknown", "NotTried", "the audit log has not been opened yet"),
     };
-    vec![audit, cdi, driver, plugin, cgroups, rivals, topology]
+    vec![audit, cdi, driver, library, plugin, cgroups, rivals, topology]
 }
 
 fn dated(sign: Sign, before: &[Condition], now: Timestamp) -> Condition {
@@ -434,12 +441,20 @@ mod tests {
             ("ResourceConflict", "False"),
             ("PodCgroupsSeen", "Unknown"),
             ("AuditWritable", "Unknown"),
+            ("LibraryFound", "Unknown"),
         ] {
             assert_eq!(condition(&seen, kind).0, want, "{kind}");
         }
         world.signs.cgroups = Some(Err(("CgroupUnseen", "no kubelet".to_owned())));
         world.signs.audit = Some(Err(("AuditDiskFull", "no space".to_owned())));
+        world.signs.library = Some(Err(("HookMissing", "no file".to_owned(), false)));
+        assert_eq!(
+            condition(&status(&world), "LibraryFound"),
+            ("Unknown".to_owned(), "ReportOnly".to_owned())
+        );
+        world.signs.library = Some(Err(("HookMissing", "no file".to_owned(), true)));
         let seen = status(&world);
+        assert_eq!(condition(&seen, "LibraryFound"), ("False".to_owned(), "HookMissing".to_owned()));
         assert_eq!(condition(&seen, "PodCgroupsSeen"), ("False".to_owned(), "CgroupUnseen".to_owned()));
         assert_eq!(condition(&seen, "AuditWritable"), ("False".to_owned(), "AuditDiskFull".to_owned()));
         let illness = Illness { xid: Some(79), message: "XID 79".to_owned() };

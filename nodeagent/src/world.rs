@@ -73,6 +73,8 @@ pub struct NodeSigns {
     pub registered: bool,
     /// NVIDIA's CDI spec: its files, or why there is none.
     pub cdi: Option<Result<String, String>>,
+    /// The library that containers get; or the code and the reason why there is none, and whether that refuses them.
+    pub library: Option<Result<String, (&'static str, String, bool)>>,
     /// The kubelet's topology policy, where it is known.
     pub topology: Option<String>,
     /// Sockets of other plugins for our resource.
