@@ -13,6 +13,7 @@ use kube::{Api, Client, ResourceExt};
 use mullion_audit::{Entry, Event as AuditEvent};
 use mullion_core::facts::{AllocationFact, ContainerGrant};
 use mullion_core::ledger::Standing;
+use mullion_core::request::{ComputeWishes, compute_wishes};
 use mullion_core::units::{AllocationUid, PodUid};
 use mullion_crds::gpunode::GPUNode;
 use mullion_crds::vgpuallocation::VGPUAllocation;
@@ -325,7 +326,13 @@ fn seen(pod: &Pod) -> PodSeen {
         let running = s.state.as_ref().and_then(|s| s.running.as_ref()).and(s.container_id.clone());
         (s.name.clone(), ContainerSeen { running, runs: runs(s) })
     });
+    // What the webhook would have refused came around it: the default is the stricter or the more modest.
+    let wishes = mullion_crds::pod::view(pod).containers.into_iter().filter_map(|container| {
+        let wishes = compute_wishes(&container).unwrap_or_default();
+        (wishes != ComputeWishes::default()).then_some((container.name, wishes))
+    });
     PodSeen {
+        wishes: wishes.collect(),
         namespace: pod.namespace().unwrap_or_default(),
         name: pod.name_any(),
         ended: matches!(phase, "Succeeded" | "Failed"),
@@ -386,6 +393,23 @@ mod tests {
             assert_eq!(seen.init_done, want, "{case}");
             assert_eq!(seen.containers["s"].running.as_deref(), Some("c-1"));
         }
+    }
+
+    #[test]
+    fn how_compute_is_to_be_held_is_read_from_the_pod() {
+        let container = |name: &str, policy: &str, priority: &str| {
+            json!({"name": name, "env": [
+                {"name": "GPU_CORE_UTILIZATION_POLICY", "value": policy}, {"name": "CUDA_TASK_PRIORITY", "value": priority}]})
+        };
+        let containers = [
+            container("plain", "default", "1"),
+            container("forced", "Force", "0"),
+            // Came around the webhook, which refuses it.
+            container("lifted", "disable", "0"),
+        ];
+        let pod = json!({"metadata": {"name": "p"}, "spec": {"containers": containers}});
+        let seen = seen(&serde_json::from_value(pod).unwrap());
+        assert_eq!(seen.wishes, [("forced".to_owned(), ComputeWishes { force: true, priority: 0 })].into());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use mullion_core::facts::{AllocationFact, CardMode, Event};
 use mullion_core::ledger::{Ledger, Standing};
+use mullion_core::request::ComputeWishes;
 use mullion_core::units::{AllocationUid, GpuUuid, NodeName, PodUid};
 use mullion_crds::facts;
 use mullion_crds::gpunode::{Card, GPUNode};
@@ -64,6 +65,8 @@ pub struct PodSeen {
     pub init_done: bool,
     /// Its containers.
     pub containers: BTreeMap<String, ContainerSeen>,
+    /// How containers want their share of compute to be held, where that is not the default.
+    pub wishes: BTreeMap<String, ComputeWishes>,
 }
 
 /// Conditions of the node that are not read from cards.

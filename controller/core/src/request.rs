@@ -3,6 +3,7 @@
 //! HAMi's resource names and annotations are taken. What is malformed, contradictory or not supported yet is
 //! refused with a sentence that names the field, the value and the way out; nothing is ignored.
 
+mod compute;
 mod quantity;
 mod wishes;
 
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::facts::ContainerKind;
 use crate::units::{CoreShare, Mib, Percent, PodUid};
+pub use compute::{CORE_POLICY, ComputeWishes, TASK_PRIORITY, compute_wishes};
 use quantity::{shown, whole};
 pub use wishes::{CARD_POLICY, NODE_POLICY, owned_annotation, warnings};
 
@@ -277,6 +279,32 @@ pub enum RequestError {
         /// Container.
         container: String,
     },
+    /// The container lifts its own share of compute.
+    #[error(
+        "container {container}: env {CORE_POLICY}=disable would lift its share of compute, which only an admin does (container.disableCoreLimit of the node agent): drop it, or write default or force"
+    )]
+    CoreLimitLifted {
+        /// Container.
+        container: String,
+    },
+    /// No policy at all.
+    #[error("container {container}: env {CORE_POLICY}=\"{value}\" is unknown: write default or force")]
+    UnknownCorePolicy {
+        /// Container.
+        container: String,
+        /// As written.
+        value: String,
+    },
+    /// No priority.
+    #[error(
+        "container {container}: env {TASK_PRIORITY}=\"{value}\" is no priority: write a whole number, 0 (most urgent) to 2147483647, or drop it (1)"
+    )]
+    MalformedPriority {
+        /// Container.
+        container: String,
+        /// As written.
+        value: String,
+    },
     /// A wish that is not served.
     #[error("annotation {key}=\"{value}\" is not supported yet: drop it")]
     UnsupportedAnnotation {
@@ -346,6 +374,9 @@ impl RequestError {
             Self::UnsupportedResource { .. } => "UnsupportedResource",
             Self::Privileged { .. } => "PrivilegedContainer",
             Self::ControlDisabled { .. } => "ControlDisabled",
+            Self::CoreLimitLifted { .. } => "CoreLimitLifted",
+            Self::UnknownCorePolicy { .. } => "UnknownCorePolicy",
+            Self::MalformedPriority { .. } => "MalformedPriority",
             Self::UnsupportedAnnotation { .. } => "UnsupportedAnnotation",
             Self::UnsupportedPolicy { .. } => "UnsupportedPolicy",
             Self::UnknownPolicy { .. } => "UnknownPolicy",
@@ -531,12 +562,18 @@ pub fn parse_pod(pod: &PodView, defaults: &Defaults) -> Result<Option<PodRequest
 }
 
 /// [`parse_pod`] for a pod that is being created: also refuses annotations that only the system may write
-/// (WH-06), on every pod that names a resource of ours.
+/// (WH-06), on every pod that names a resource of ours, and what [`compute_wishes`] refuses.
 ///
 /// # Errors
-/// As [`parse_pod`], and [`RequestError::OwnedAnnotation`].
+/// As [`parse_pod`] and [`compute_wishes`], and [`RequestError::OwnedAnnotation`].
 pub fn admit_pod(pod: &PodView, defaults: &Defaults) -> Result<Option<PodRequest>, RequestError> {
     let request = parse_pod(pod, defaults)?;
+    let asking = |container: &&ContainerView| {
+        request.iter().flat_map(|r| &r.containers).any(|wish| wish.name == container.name)
+    };
+    for container in pod.containers.iter().filter(asking) {
+        compute_wishes(container)?;
+    }
     match owned_annotation(pod) {
         Some(key) if mentions_us(pod) => Err(RequestError::OwnedAnnotation { key: shown(key) }),
         _ => Ok(request),

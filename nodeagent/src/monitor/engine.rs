@@ -359,13 +359,18 @@ impl Engine {
             },
             (Err(_), _) => Activity::Launched { age_ns: None },
         };
-        Task {
-            priority: scene.usage.as_ref().map_or(mullion_region::usage::DEFAULT_PRIORITY, |u| u.priority),
-            cards,
-            activity,
-            busy: scene.busy_now,
-            policy: self.rules.policy,
-        }
+        // HAMi's webhook turned a wish into a variable of its own making, which its library left in the file. In ours,
+        // which a tenant can write, nobody looks for it.
+        let wishes = scene.target.wishes;
+        let priority = match (&scene.usage, &scene.ours) {
+            (Ok(usage), None) => usage.priority,
+            _ => wishes.priority,
+        };
+        let policy = match self.rules.policy {
+            Policy::Default if wishes.force => Policy::Force,
+            admins => admins,
+        };
+        Task { priority, cards, activity, busy: scene.busy_now, policy }
     }
 
     /// Writes what was decided, and says what was seen.

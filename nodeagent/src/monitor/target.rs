@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use mullion_audit::{AllocationRef, PodRef};
 use mullion_core::facts::ContainerKind;
+use mullion_core::request::ComputeWishes;
 use mullion_core::units::{AllocationUid, PodUid};
 
 use crate::monitor::usage::Limit;
@@ -22,6 +23,8 @@ pub struct Target {
     pub container: String,
     /// The runtime's id while it runs.
     pub running: Option<String>,
+    /// How it wants its share of compute to be held.
+    pub wishes: ComputeWishes,
     /// What we gave it; `None` for one of HAMi's.
     pub grant: Option<Granted>,
 }
@@ -60,6 +63,10 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
         let pod = world.pods.as_ref()?.get(&PodUid::from(pod))?;
         pod.containers.get(container)?.running.clone()
     };
+    let wishes = |pod: &str, container: &str| {
+        let pod = world.pods.as_ref()?.get(&PodUid::from(pod))?;
+        pod.wishes.get(container).copied()
+    };
     let mut targets = Vec::with_capacity(world.grants.len());
     for grant in world.grants.values() {
         let Some(fact) = world.ledger.allocation(&AllocationUid::from(grant.allocation.as_str())) else {
@@ -78,6 +85,7 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
             pod: crate::prepare::pod_ref(&fact.pod),
             container: container.name.clone(),
             running: running(&grant.pod, &grant.container),
+            wishes: wishes(&grant.pod, &grant.container).unwrap_or_default(),
             grant: Some(Granted {
                 allocation: allocation_ref(fact),
                 page: grant.grant.clone(),
@@ -101,6 +109,7 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
             pod: PodRef { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: uid.to_owned() },
             container: container.to_owned(),
             running: running(uid, container),
+            wishes: wishes(uid, container).unwrap_or_default(),
             grant: None,
         });
     }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use mullion_audit::Event;
+use mullion_core::request::ComputeWishes;
 use mullion_nodeagent::monitor::engine::Verdict;
 use mullion_region::hami::{Layout, STATUS_FREE, STATUS_RUNNING};
 use mullion_region::{extension, usage};
@@ -164,6 +165,25 @@ fn five_containers_on_a_card_are_all_throttled() {
     }
 }
 
+/// Alone on its card a container runs freely, unless its pod says `force`.
+#[test]
+fn who_wants_it_is_held_to_its_share_also_alone() {
+    let mut node = Node::new();
+    for (pod, card) in [("free", "GPU-0"), ("forced", "GPU-1")] {
+        node.pod(pod, &["main"], &[(card, 1024, 30)]);
+    }
+    node.wish("forced", "main", ComputeWishes { force: true, ..ComputeWishes::default() });
+    let driver = sample(&["GPU-0", "GPU-1"], &[], 0);
+    for _ in 0..3 {
+        for pod in ["free", "forced"] {
+            node.usage(pod, "main").launch(node.unix_ns() + S / 2);
+        }
+        node.look(Some(&driver));
+    }
+    let switch = |pod: &str| node.usage(pod, "main").number(usage::UTILIZATION_SWITCH_AT);
+    assert_eq!((switch("free"), switch("forced")), (0, 1));
+}
+
 // MO-10: the low priority alone is held back, and goes on at most two seconds after the high one stopped.
 #[test]
 fn a_low_priority_waits_for_a_high_one_and_for_nobody_else() {
@@ -171,7 +191,10 @@ fn a_low_priority_waits_for_a_high_one_and_for_nobody_else() {
     for (pod, card) in [("high", "GPU-0"), ("low", "GPU-0"), ("away", "GPU-1")] {
         node.pod(pod, &["main"], &[(card, 1024, 30)]);
     }
-    node.usage("high", "main").put32(usage::PRIORITY_AT, 0);
+    let urgent = ComputeWishes { priority: 0, ..ComputeWishes::default() };
+    node.wish("high", "main", urgent);
+    // What a tenant writes into its file makes it no more urgent than its pod says.
+    node.usage("low", "main").put32(usage::PRIORITY_AT, 0);
     let driver = sample(&["GPU-0", "GPU-1"], &[], 0);
     let recent = |node: &Node, pod: &str| node.usage(pod, "main").number(usage::RECENT_KERNEL_AT);
     for pod in ["high", "low", "away"] {

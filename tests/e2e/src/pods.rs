@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, ResourceRequirements};
+use k8s_openapi::api::core::v1::{Container, EnvVar, Pod, PodSpec, ResourceRequirements};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::api::ObjectMeta;
 
@@ -75,6 +75,9 @@ pub trait Build: Sized {
     /// With init containers.
     #[must_use]
     fn with_inits(self, inits: Vec<Container>) -> Self;
+    /// With an environment variable in every app container.
+    #[must_use]
+    fn with_env(self, name: &str, value: &str) -> Self;
 }
 
 impl Build for Pod {
@@ -96,6 +99,14 @@ impl Build for Pod {
     fn with_inits(mut self, inits: Vec<Container>) -> Self {
         if let Some(spec) = &mut self.spec {
             spec.init_containers = Some(inits);
+        }
+        self
+    }
+
+    fn with_env(mut self, name: &str, value: &str) -> Self {
+        for container in self.spec.iter_mut().flat_map(|spec| &mut spec.containers) {
+            let variable = EnvVar { name: name.to_owned(), value: Some(value.to_owned()), value_from: None };
+            container.env.get_or_insert_default().push(variable);
         }
         self
     }

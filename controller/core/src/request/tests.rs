@@ -191,6 +191,40 @@ fn containers_that_no_limit_would_hold_are_refused() {
 }
 
 #[test]
+fn compute_wishes_are_read_or_refused() {
+    let plain = ComputeWishes::default();
+    let forced = ComputeWishes { force: true, ..plain };
+    for (case, key, value, want) in [
+        ("nothing", "OTHER", Some("x"), Ok(plain)),
+        ("force", CORE_POLICY, Some("force"), Ok(forced)),
+        ("in any case", CORE_POLICY, Some("FoRcE"), Ok(forced)),
+        ("default", CORE_POLICY, Some("Default"), Ok(plain)),
+        ("empty", CORE_POLICY, Some(""), Ok(plain)),
+        ("the own limit lifted", CORE_POLICY, Some("DISABLE"), Err("CoreLimitLifted")),
+        ("a typo", CORE_POLICY, Some("forced"), Err("UnknownCorePolicy")),
+        ("from elsewhere", CORE_POLICY, None, Err("UnknownCorePolicy")),
+        ("most urgent", TASK_PRIORITY, Some("0"), Ok(ComputeWishes { priority: 0, ..plain })),
+        ("patient", TASK_PRIORITY, Some("7"), Ok(ComputeWishes { priority: 7, ..plain })),
+        ("negative", TASK_PRIORITY, Some("-1"), Err("MalformedPriority")),
+        ("a word", TASK_PRIORITY, Some("high"), Err("MalformedPriority")),
+        ("too large", TASK_PRIORITY, Some("2147483648"), Err("MalformedPriority")),
+        ("empty", TASK_PRIORITY, Some(""), Err("MalformedPriority")),
+        ("from elsewhere", TASK_PRIORITY, None, Err("MalformedPriority")),
+    ] {
+        let mut view = container(&[(COUNT, "1")]);
+        view.env.insert(key.to_owned(), value.map(str::to_owned));
+        assert_eq!(compute_wishes(&view).map_err(|e| e.code()), want, "{case}");
+        // Only a creation is refused for it: a pod that is there already is placed and looked after.
+        let mut pod = PodView { containers: vec![view], ..PodView::default() };
+        let admitted = admit_pod(&pod, &Defaults::default()).map(|_| ()).map_err(|e| e.code());
+        assert_eq!(admitted, want.map(|_| ()), "{case}, at admission");
+        assert!(parse_pod(&pod, &Defaults::default()).is_ok(), "{case}, later");
+        pod.containers[0].limits.clear();
+        assert_eq!(admit_pod(&pod, &Defaults::default()), Ok(None), "{case}, no GPU");
+    }
+}
+
+#[test]
 fn policies_are_whole_words() {
     use Policy::{Binpack, Spread};
     for (case, annotations, want) in [

@@ -10,6 +10,7 @@ use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use mullion_core::request::ComputeWishes;
 use mullion_crds::gpunode::Card;
 use mullion_crds::vgpuallocation::{
     ContainerAllocation, Device, Kind, PodReference, VGPUAllocation, VGPUAllocationSpec,
@@ -117,6 +118,12 @@ impl Node {
             self.world.grants.insert(grant, record);
         }
         self.run(pod, containers);
+    }
+
+    /// How a container of a pod wants its share of compute to be held.
+    pub fn wish(&mut self, pod: &str, container: &str, wishes: ComputeWishes) {
+        let pods = self.world.pods.as_mut().unwrap();
+        pods.get_mut(&pod.into()).unwrap().wishes.insert(container.to_owned(), wishes);
     }
 
     /// A pod's containers run: the runtime's ids are their names.

@@ -69,6 +69,16 @@ async fn wrong_wishes_are_refused_with_the_field_and_the_value() -> Result<()> {
             vec!["hami.io/gpu-scheduler-policy", "pack", "binpack"],
         ),
         (
+            "its own limit lifted",
+            slice_pod("wrong", "1000", "10").with_env("GPU_CORE_UTILIZATION_POLICY", "disable"),
+            vec!["GPU_CORE_UTILIZATION_POLICY", "disable", "main"],
+        ),
+        (
+            "no priority",
+            slice_pod("wrong", "1000", "10").with_env("CUDA_TASK_PRIORITY", "high"),
+            vec!["CUDA_TASK_PRIORITY", "high", "main"],
+        ),
+        (
             "card choice is not built yet",
             slice_pod("wrong", "1000", "10").annotated("nvidia.com/use-gpuuuid", "GPU-1"),
             vec!["nvidia.com/use-gpuuuid"],

@@ -210,7 +210,7 @@ async fn what_a_framework_does_with_memory_ends_at_the_slice() -> Result<()> {
     scope.remove().await
 }
 
-// HK-09 as far as a cluster shows it: two tenants of one card, saturated.
+// HK-09 as far as a cluster shows it: two tenants of one card, saturated, and one alone on its card who asked to be held.
 #[tokio::test]
 async fn compute_is_shared_as_asked() -> Result<()> {
     let scope = Scope::new("compute").await?;
@@ -219,6 +219,10 @@ async fn compute_is_shared_as_asked() -> Result<()> {
         let p = idle_pod(name, "2000", cores).annotated("hami.io/gpu-scheduler-policy", "binpack");
         scope.create(&p).await?;
     }
+    // On the other node, so that it shares a card with nobody.
+    let forced = pod("forced", vec![idle("main", "2000", "20")]).on("node-b");
+    scope.create(&forced.with_env("GPU_CORE_UTILIZATION_POLICY", "Force")).await?;
+    scope.running("forced").await?;
     let mut cards = BTreeSet::new();
     for (name, ..) in tenants {
         let made = scope.running(name).await?;
@@ -226,11 +230,12 @@ async fn compute_is_shared_as_asked() -> Result<()> {
     }
     ensure!(cards.len() == 1, "{cards:?}");
     let start = "vgpu-probe launch 30 2000 > /tmp/share 2>&1 </dev/null & echo started";
-    for (name, ..) in tenants {
+    let all = || tenants.into_iter().chain([("forced", "20", 0.20)]);
+    for (name, ..) in all() {
         scope.exec(name, "main", &["sh", "-c", start])?;
     }
     tokio::time::sleep(Duration::from_secs(31)).await;
-    for (name, _, want) in tenants {
+    for (name, _, want) in all() {
         let share = eventually("its share", PATIENCE, || async {
             fact(&scope, name, "main", "cat /tmp/share").map(Some)
         })
