@@ -13,6 +13,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::error::Error;
+use crate::world::Witness;
 
 /// How many folders below its start a search goes: a node that is itself a container (`system.slice/docker-….scope/
 /// kubelet.slice/kubelet-kubepods.slice`) needs four.
@@ -187,9 +188,12 @@ pub fn process_of(proc: &Path, pod: &str) -> io::Result<Option<u32>> {
 ///
 /// # Errors
 /// As [`Cgroups::remains`], or when the processes cannot be listed: then nothing is proved.
-pub fn is_alive(cgroups: &Cgroups, proc: &Path, pod: &str) -> Result<bool, Error> {
-    let listed = |source| Error::file("list", proc)(source);
-    Ok(cgroups.remains(pod)?.is_some() || process_of(proc, pod).map_err(listed)?.is_some())
+pub fn alive(cgroups: &Cgroups, proc: &Path, pod: &str) -> Result<Option<Witness>, Error> {
+    if let Some(path) = cgroups.remains(pod)? {
+        return Ok(Some(Witness::Cgroup { path }));
+    }
+    let found = process_of(proc, pod).map_err(Error::file("list", proc))?;
+    Ok(found.map(|pid| Witness::Running { pid }))
 }
 
 /// Where pods' cgroups are seen; `running` is a pod that runs, whose cgroup must show there.
@@ -316,21 +320,21 @@ mod tests {
         let process = proc.path().join("17");
         let place = mount.path().join("kubepods");
         let seen = |running| place_code(&cgroups, proc.path(), running);
-        assert!(!is_alive(&cgroups, proc.path(), POD).unwrap());
+        assert_eq!(alive(&cgroups, proc.path(), POD).unwrap(), None);
         assert_eq!(seen(Some(POD)), Ok(place.clone()), "it has just ended");
         fs::create_dir_all(&group).unwrap();
-        assert!(is_alive(&cgroups, proc.path(), POD).unwrap());
+        assert!(alive(&cgroups, proc.path(), POD).unwrap().is_some());
         assert_eq!(seen(Some(POD)), Ok(place.clone()));
         fs::remove_dir(&group).unwrap();
         fs::create_dir(&process).unwrap();
         fs::write(process.join("cgroup"), format!("0::/elsewhere/pod{POD}/ctr\n")).unwrap();
-        assert!(is_alive(&cgroups, proc.path(), POD).unwrap());
+        assert!(alive(&cgroups, proc.path(), POD).unwrap().is_some());
         assert_eq!(seen(Some(POD)), Err("CgroupElsewhere"));
         assert_eq!(seen(None), Ok(place));
         fs::remove_dir(mount.path().join("kubepods/burstable")).unwrap();
         fs::remove_dir(mount.path().join("kubepods")).unwrap();
         assert_eq!(seen(None), Err("CgroupUnseen"));
-        assert!(is_alive(&cgroups, &proc.path().join("none"), POD).is_err());
+        assert!(alive(&cgroups, &proc.path().join("none"), POD).is_err());
     }
 
     fn place_code(cgroups: &Cgroups, proc: &Path, running: Option<&str>) -> Result<PathBuf, &'static str> {

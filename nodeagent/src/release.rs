@@ -34,7 +34,7 @@ use crate::prepare::library::Library;
 use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
 use crate::state::State;
 use crate::status::{self, Claim};
-use crate::world::{Driver, PodSeen, Shared, World};
+use crate::world::{Driver, PodSeen, Shared, Witness, World};
 
 /// How often proof is looked for while something is being released.
 const POLL: Duration = Duration::from_millis(100);
@@ -42,6 +42,8 @@ const POLL: Duration = Duration::from_millis(100);
 const SLOWEST: Duration = Duration::from_secs(5);
 /// A pod that is bound here but was never seen: how long its watch may lag before the API server is asked.
 const LAG: Duration = Duration::from_secs(3);
+/// A release that takes longer is told of: the kubelet's own 30 s for a container to end are over by then.
+const LONG: Duration = Duration::from_secs(30);
 /// How often files without an owner are looked for, and how old they must be.
 const SWEEP: Duration = Duration::from_secs(20);
 
@@ -122,6 +124,8 @@ impl std::fmt::Debug for Releaser {
 #[derive(Debug)]
 struct Leaving {
     end: End,
+    /// Since when it is over.
+    since: Instant,
     /// When it is looked at again.
     at: Instant,
     pause: Duration,
@@ -147,16 +151,22 @@ impl Releaser {
             for uid in due {
                 let Some(entry) = leaving.get_mut(&uid) else { continue };
                 match self.step(&uid, entry.end, &cgroups).await {
-                    Ok(true) => {
+                    Ok(None) => {
                         leaving.remove(&uid);
                     }
-                    Ok(false) => {
+                    Ok(Some(witness)) => {
+                        if entry.since.elapsed() >= LONG {
+                            self.tell(&uid, witness);
+                        }
                         entry.at = Instant::now() + POLL;
                         entry.pause = POLL;
                     }
                     Err(error) => {
                         if !status::is_stale(&error) {
                             warn!(%uid, code = error.code(), error = %mullion_telemetry::source_chain(&error), "release waits");
+                        }
+                        if entry.since.elapsed() >= LONG {
+                            self.tell(&uid, Witness::Unproved { code: error.code() });
                         }
                         entry.at = Instant::now() + entry.pause;
                         entry.pause = entry.pause.saturating_mul(2).min(SLOWEST);
@@ -227,7 +237,8 @@ impl Releaser {
         for (uid, end) in over {
             debug!(%uid, code = end.code(), "releasing");
             missing.remove(&uid);
-            leaving.insert(uid, Leaving { end, at: Instant::now(), pause: POLL });
+            let now = Instant::now();
+            leaving.insert(uid, Leaving { end, since: now, at: now, pause: POLL });
         }
     }
 
@@ -239,20 +250,33 @@ impl Releaser {
         Ok(pod.is_none_or(|p| p.uid().as_deref() != Some(object.spec.pod.uid.as_str())))
     }
 
-    /// One try to release; true when it is done.
-    async fn step(&self, uid: &AllocationUid, end: End, cgroups: &Cgroups) -> Result<bool, Error> {
+    /// Says why a slice is not free although its pod is over: in the log, and in the allocation's conditions.
+    fn tell(&self, uid: &AllocationUid, witness: Witness) {
+        if self.shared.read(|w| w.waiting.get(uid) == Some(&witness)) {
+            return;
+        }
+        warn!(%uid, code = witness.code(), %witness, "release waits");
+        self.shared.change(|w| {
+            w.waiting.insert(uid.clone(), witness);
+        });
+    }
+
+    /// One try to release; otherwise what shows that something of the pod is left.
+    async fn step(&self, uid: &AllocationUid, end: End, cgroups: &Cgroups) -> Result<Option<Witness>, Error> {
         let Some((object, fact)) =
             self.shared.read(|w| Some((w.allocations.get(uid)?.clone(), w.ledger.allocation(uid)?.clone())))
         else {
-            return Ok(true);
+            return Ok(None);
         };
-        if !fact.released && !self.is_proved(&fact, cgroups).await? {
-            return Ok(false);
+        if !fact.released
+            && let Some(witness) = self.witness(&fact, cgroups).await?
+        {
+            return Ok(Some(witness));
         }
         // Waiting is no part of the pod's trace: what begins here is.
         let span = pod_span!("release", fact.pod.uid.as_str(), code = end.code());
         self.finish(uid, &object, &fact, end).instrument(span).await?;
-        Ok(true)
+        Ok(None)
     }
 
     async fn finish(
@@ -275,6 +299,7 @@ impl Releaser {
             self.state.forget(uid.as_str()).await?;
             self.shared.change(|w| {
                 w.grants.retain(|_, g| g.allocation != uid.as_str());
+                w.waiting.remove(uid);
                 w.mark(uid, |f| f.released = true);
             });
         }
@@ -287,13 +312,13 @@ impl Releaser {
         Ok(())
     }
 
-    /// Whether nothing of the pod is left.
-    async fn is_proved(&self, fact: &AllocationFact, cgroups: &Cgroups) -> Result<bool, Error> {
+    /// What shows that something of the pod is left, if anything does.
+    async fn witness(&self, fact: &AllocationFact, cgroups: &Cgroups) -> Result<Option<Witness>, Error> {
         let pod = fact.pod.uid.as_str();
         let (groups, uid) = (cgroups.clone(), pod.to_owned());
-        let lives = tokio::task::spawn_blocking(move || cgroup::is_alive(&groups, Path::new(PROC), &uid));
-        if lives.await.map_err(|source| Error::Broken { source })?? {
-            return Ok(false);
+        let alive = tokio::task::spawn_blocking(move || cgroup::alive(&groups, Path::new(PROC), &uid));
+        if let Some(witness) = alive.await.map_err(|source| Error::Broken { source })?? {
+            return Ok(Some(witness));
         }
         let mut cards: Vec<String> =
             fact.containers.iter().flat_map(|c| &c.devices).map(|d| d.uuid.0.clone()).collect();
@@ -301,11 +326,14 @@ impl Releaser {
         cards.dedup();
         // Without a driver nothing runs on a card; and the cgroup is gone.
         if !fact.prepared || self.shared.read(|w| matches!(w.driver, Driver::Down { .. })) {
-            return Ok(true);
+            return Ok(None);
         }
         let pids = self.driver.pids(cards).await?;
         let known = self.shared.read(|w| w.card_pids.get(&fact.pod.uid).cloned().unwrap_or_default());
-        Ok(!pids.values().flatten().any(|pid| is_on_card(Path::new(PROC), *pid, pod, &known)))
+        let on_card = |pid: &&u32| is_on_card(Path::new(PROC), **pid, pod, &known);
+        Ok(pids.iter().find_map(|(card, pids)| {
+            pids.iter().find(on_card).map(|pid| Witness::Process { card: card.clone(), pid: *pid })
+        }))
     }
 
     /// Whether proof can be had: the pods' cgroups are where they are looked for. A pod that runs must show there.

@@ -132,7 +132,13 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
                 "libvgpu.so is not on the node: containers run without limits",
             ));
         }
-        status.phase = Phase::Prepared;
+        // What a release waits for is found anew after a restart; it was over before.
+        let waits = old.conditions.iter().any(|c| c.type_ == "Released");
+        status.phase = if waits { Phase::Releasing } else { Phase::Prepared };
+    }
+    if let Some(witness) = world.waiting.get(&uid) {
+        claims.push(Claim::new("Released", "False", witness.code(), &witness.to_string()));
+        status.phase = Phase::Releasing;
     }
     let fact = world.ledger.allocation(&uid);
     let init = fact.is_some_and(|f| f.containers.iter().any(|c| c.kind == ContainerKind::Init));
@@ -148,7 +154,11 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
     let known = |claim: &Claim| {
         old.conditions
             .iter()
-            .any(|c| c.type_ == claim.kind && c.status == claim.status && c.reason == claim.reason)
+            // Whom a release waits for is worth a write; there is one for each that is left.
+            .any(|c| {
+                let same = c.type_ == claim.kind && c.status == claim.status && c.reason == claim.reason;
+                same && (c.type_ != "Released" || c.message == claim.message)
+            })
     };
     claims.retain(|c| !known(c));
     set(&mut status, &claims, now);
@@ -352,6 +362,7 @@ impl Syncer {
 mod tests {
     use super::*;
     use crate::state::Grant;
+    use crate::world::Witness;
     use crate::world::{PodSeen, Refused};
     use mullion_crds::vgpuallocation::{ContainerAllocation, Kind, PodReference, VGPUAllocationSpec};
 
@@ -420,6 +431,38 @@ mod tests {
         let status = desired(&world, &object, later);
         assert_eq!(says(&status).last(), Some(&claim("InitDone", "True", "InitEnded")));
         assert_eq!(status.conditions[0].last_transition_time, Time(now), "times of what holds stay");
+    }
+
+    #[test]
+    fn a_release_that_waits_says_for_what() {
+        let mut world = World { node: "n".into(), ..World::default() };
+        let mut object = object();
+        world.see_allocation(object.clone());
+        let grant = grant("a", false);
+        world.grants.insert(grant.grant.clone(), grant);
+        let uid = AllocationUid(object.uid().unwrap());
+        world.waiting.insert(uid.clone(), Witness::Process { card: "GPU-7".to_owned(), pid: 4711 });
+        let status = desired(&world, &object, Timestamp::UNIX_EPOCH);
+        assert_eq!(status.phase, Phase::Releasing);
+        assert_eq!(says(&status).last(), Some(&claim("Released", "False", "ProcessOnCard")));
+        let message = &status.conditions.last().unwrap().message;
+        assert!(message.contains("GPU-7") && message.contains("4711"), "{message}");
+        // What it waits for now, and once; after a restart, when nobody knows yet, nothing is taken back.
+        object.status = Some(status.clone());
+        assert_eq!(desired(&world, &object, Timestamp::UNIX_EPOCH), status);
+        world.waiting.clear();
+        assert_eq!(desired(&world, &object, Timestamp::UNIX_EPOCH), status);
+        for (witness, code, text) in [
+            (Witness::Process { card: "GPU-7".to_owned(), pid: 4712 }, "ProcessOnCard", "4712"),
+            (Witness::Cgroup { path: "/sys/fs/cgroup/kubepods/pod1".into() }, "CgroupLives", "kubepods/pod1"),
+            (Witness::Unproved { code: "DriverSilent" }, "ReleaseUnproved", "DriverSilent"),
+        ] {
+            world.waiting.insert(uid.clone(), witness);
+            let status = desired(&world, &object, Timestamp::UNIX_EPOCH);
+            assert_eq!(says(&status).last(), Some(&claim("Released", "False", code)));
+            let message = &status.conditions.last().unwrap().message;
+            assert!(message.contains(text), "{message}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! every change. Nobody holds the lock across IO.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use mullion_core::facts::{AllocationFact, CardMode, Event};
@@ -88,6 +89,56 @@ pub struct NodeSigns {
     pub audit: Option<Result<(), (&'static str, String)>>,
 }
 
+/// What shows that something of a pod is left, so that its slice is not free.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Witness {
+    /// Its cgroup is there.
+    #[error(
+        "the pod's cgroup {path:?} is there: a process of it has not ended (one that hangs in the driver may need the \
+         card's reset), or the kubelet has not cleared up"
+    )]
+    Cgroup {
+        /// Which.
+        path: PathBuf,
+    },
+    /// A process of it runs outside of where its cgroup was looked for.
+    #[error("process {pid} of the pod runs: end it")]
+    Running {
+        /// On the host.
+        pid: u32,
+    },
+    /// The driver lists a process of it that has ended.
+    #[error(
+        "the driver still lists process {pid} of the pod on card {card}, which has ended: wait until it lets go of it, or \
+         reset the card"
+    )]
+    Process {
+        /// Uuid of the card.
+        card: String,
+        /// On the host.
+        pid: u32,
+    },
+    /// It cannot be found out.
+    #[error("whether anything of the pod is left cannot be found out ({code}): the agent's log says why")]
+    Unproved {
+        /// Code of the error.
+        code: &'static str,
+    },
+}
+
+impl Witness {
+    /// The stable name.
+    #[must_use]
+    pub const fn code(&self) -> &'static str {
+        match self {
+            Self::Cgroup { .. } => "CgroupLives",
+            Self::Running { .. } => "ProcessLives",
+            Self::Process { .. } => "ProcessOnCard",
+            Self::Unproved { .. } => "ReleaseUnproved",
+        }
+    }
+}
+
 /// An allocation that this node cannot give.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
@@ -136,6 +187,8 @@ pub struct World {
     pub deleted_pods: BTreeSet<PodUid>,
     /// Allocations whose pod has ended: nothing of them is prepared any more.
     pub releasing: BTreeSet<AllocationUid>,
+    /// Of those, the ones that take long, with what still shows them alive.
+    pub waiting: BTreeMap<AllocationUid, Witness>,
     /// Allocations that somebody else took from the API server while a container may run on their cards: they hold
     /// until that is over, as any other.
     pub orphans: BTreeSet<AllocationUid>,
@@ -199,6 +252,7 @@ impl World {
         }
         self.refused.remove(uid);
         self.releasing.remove(uid);
+        self.waiting.remove(uid);
         self.ledger.apply(&Event::AllocationGone(uid.clone()));
     }
 

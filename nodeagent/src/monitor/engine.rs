@@ -349,7 +349,11 @@ impl Engine {
             let place = self.cards.iter().position(|(uuid, _)| uuid == card);
             place.and_then(|place| u32::try_from(place).ok()).and_then(|place| 1_u64.checked_shl(place))
         };
-        let cards = scene.measured.iter().filter_map(|m| bit(&m.card)).fold(0, |all, bit| all | bit);
+        // Of a container that we gave nothing the cards are what its own file says: those count on which the driver sees a
+        // process of it.
+        let has = |m: &&Measured| scene.target.grant.is_some() || m.processes > 0;
+        let cards =
+            scene.measured.iter().filter(has).filter_map(|m| bit(&m.card)).fold(0, |all, bit| all | bit);
         let activity = match (&scene.usage, &scene.ours) {
             (Ok(usage), Some(_)) => Activity::Launched { age_ns: age(now, usage) },
             // HAMi's library writes the time once a second, its countdown for others; what says more wins.

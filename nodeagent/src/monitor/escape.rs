@@ -8,8 +8,11 @@
 
 /// Bytes beyond its account that each process on a card is granted: 1 GiB.
 pub const MARGIN: u64 = 1 << 30;
-/// So many looks in a row must agree before anything is said.
+/// So many looks in a row must agree before it is said that a limit is passed.
 pub const LOOKS: u8 = 2;
+/// And so many, about a minute, before that is taken back: each turn is an Event, a write and a row, and a program that
+/// comes and goes around the margin would make them all day.
+pub const CALM_LOOKS: u8 = 70;
 
 /// What a container holds of one card, by two words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,9 +50,10 @@ pub struct Bypass {
 impl std::fmt::Display for Bypass {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Held { by_driver, processes, by_account, limit } = self.held;
+        let hold = if processes == 1 { "process holds" } else { "processes hold" };
         write!(
             f,
-            "{processes} processes hold {} MiB of card {} by the driver's word, with a limit of {} MiB and {} MiB \
+            "{processes} {hold} {} MiB of card {} by the driver's word, with a limit of {} MiB and {} MiB \
              accounted for; {} MiB can be explained. A process runs without the library (LD_PRELOAD or \
              /etc/ld.so.preload changed, another library before it, a static program): see the container's processes",
             by_driver >> 20,
@@ -89,7 +93,8 @@ impl Suspicion {
             return false;
         }
         self.against += 1;
-        if self.against < LOOKS {
+        let enough = if self.bypass.is_some() { CALM_LOOKS } else { LOOKS };
+        if self.against < enough {
             return false;
         }
         *self = Self { against: 0, bypass: seen };
@@ -130,13 +135,16 @@ mod tests {
     }
 
     #[test]
-    fn it_takes_two_looks_to_think_otherwise() {
+    fn it_takes_two_looks_to_suspect_and_a_minute_to_believe_again() {
         let bad = || bypass([("GPU-0", held(9 * GIB, 1, 0, GIB))], MARGIN);
         let mut thought = Suspicion::default();
         assert!(!thought.look(None) && !thought.look(bad()) && !thought.look(None));
         assert!(!thought.look(bad()) && thought.bypass.is_none());
         assert!(thought.look(bad()) && thought.bypass.is_some(), "twice in a row");
-        assert!(!thought.look(bad()) && !thought.look(None) && thought.bypass.is_some());
+        for calm in [1, CALM_LOOKS - 1] {
+            assert!((0..calm).all(|_| !thought.look(None)) && !thought.look(bad()), "{calm}");
+        }
+        assert!((1..CALM_LOOKS).all(|_| !thought.look(None)) && thought.bypass.is_some());
         assert!(thought.look(None) && thought.bypass.is_none());
     }
 

@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use mullion_region::extension::{self, Hot, Slot};
@@ -148,11 +148,17 @@ impl Folder {
             return Err(Unreadable::NotPlain { what });
         }
         // The way to the very file that was looked at.
-        let same = format!("/proc/self/fd/{}", found.as_raw_fd());
-        let file = File::options().read(true).write(true).open(same)?;
+        let file = reopen(&found)?;
         let meta = file.metadata()?;
         Ok(UsageFile { file, length: meta.len(), inode: (meta.dev(), meta.ino()) })
     }
+}
+
+/// Opens once more what `file` is. Without waiting: its owner may hold a lease on it (`F_SETLEASE`), for the end of which
+/// an opener waits.
+fn reopen(file: &File) -> io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    File::options().read(true).write(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)
 }
 
 /// What one of our own files says.
@@ -313,7 +319,7 @@ impl UsageFile {
     /// # Errors
     /// The system's word.
     pub fn again(&self) -> io::Result<File> {
-        File::options().read(true).write(true).open(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
+        reopen(&self.file)
     }
 
     fn free_held(&self, slot: usize, cards: usize) -> io::Result<()> {

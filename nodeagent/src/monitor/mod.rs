@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use mullion_audit::Entry;
+use mullion_core::units::PodUid;
 use mullion_pace::policy::Policy;
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::RwLock;
@@ -175,7 +176,11 @@ impl Monitor {
                 }
             }
             for (pod, pids) in on_cards {
-                world.card_pids.entry(pod.into()).or_default().extend(pids);
+                let pod = PodUid::from(pod);
+                // It may have gone since it was looked at.
+                if world.allocation_of(&pod).is_some() {
+                    world.card_pids.entry(pod).or_default().extend(pids);
+                }
             }
             let changed = world.verdicts.as_ref() != Some(&verdicts);
             world.verdicts = Some(verdicts);

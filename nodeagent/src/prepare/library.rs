@@ -22,6 +22,9 @@ use crate::prepare::{cdi, files};
 const FILE: &str = "libvgpu.so";
 /// Hex digits of the content's SHA-256 that name its folder.
 const NAME_DIGITS: usize = 16;
+/// Several parts of the agent install, and a file in the making has one name.
+static INSTALLING: Mutex<()> = Mutex::new(());
+
 /// The largest file that is taken for a library, in bytes; ours has some hundred KiB.
 const MAX_SIZE: u64 = 64 << 20;
 
@@ -146,6 +149,7 @@ impl Library {
         name.truncate(NAME_DIGITS);
         let folder = self.dir.join(name);
         let path = folder.join(FILE);
+        let _turn = INSTALLING.lock();
         if !fs::read(&path).is_ok_and(|there| there == bytes) {
             files::folder(&folder)?;
             files::replace(&path, bytes, 0o755)?;

@@ -1,6 +1,7 @@
 //! Files that are not what they should be.
 
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, symlink};
 
 use mullion_region::hami::{Layout, PRE_V0_LEN};
@@ -189,4 +190,27 @@ fn a_lock_over_everything_is_bounded() {
     nix::fcntl::fcntl(&file.0, nix::fcntl::FcntlArg::F_OFD_SETLK(&all)).unwrap();
     let looked = node.look(None);
     assert_eq!(container(&looked.snapshot, "p", "main").usage.as_ref().unwrap().processes, 3);
+}
+
+/// Whoever owns a file may hold a lease on it, and who opens it then waits until that is given back: the tenant's root owns
+/// his usage file.
+#[test]
+#[expect(unsafe_code, reason = "leases have no safe interface")]
+fn a_lease_stops_nobody() {
+    let mut node = Node::new();
+    for pod in ["lessee", "neighbour"] {
+        node.pod(pod, &["main"], &[("GPU-0", 4096, 30)]);
+    }
+    let file = node.usage("lessee", "main");
+    // SAFETY: the signal that asks for a lease back is ignored, nothing else.
+    unsafe { nix::libc::signal(nix::libc::SIGIO, nix::libc::SIG_IGN) };
+    // SAFETY: an open descriptor and two numbers.
+    let leased = unsafe { nix::libc::fcntl(file.0.as_raw_fd(), nix::libc::F_SETLEASE, nix::libc::F_WRLCK) };
+    assert_eq!(leased, 0, "{}", std::io::Error::last_os_error());
+    let from = std::time::Instant::now();
+    let looked = node.look(None);
+    // The kernel takes a lease back after 45 s (`/proc/sys/fs/lease-break-time`).
+    assert!(from.elapsed() < std::time::Duration::from_secs(20), "{:?}", from.elapsed());
+    assert!(container(&looked.snapshot, "lessee", "main").usage.is_err());
+    assert!(container(&looked.snapshot, "neighbour", "main").usage.is_ok());
 }
