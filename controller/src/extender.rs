@@ -24,7 +24,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::Error;
 use crate::metrics::{CodeLabels, Metrics};
-use crate::store::Store;
+use crate::store::{PodRecord, Store};
 use bind::Binder;
 use cache::{Verdict, VerdictCache};
 use wire::{
@@ -126,12 +126,16 @@ impl Extender {
         Ok(names.iter().zip(scores).map(|(host, score)| HostPriority { host: host.clone(), score }).collect())
     }
 
-    /// What the pod asks for: as the watch has read it, else read from the call itself.
+    /// What the pod asks for: as the watch has read this version of it, else read from the call itself.
     fn request(&self, pod: &PodText) -> Result<Result<Option<PodRequest>, RequestError>, Error> {
-        let PodKey { name, namespace, uid } = &pod.key;
+        let PodKey { name, namespace, uid, resource_version } = &pod.key;
         let (seen, defaults) = self.store.read(|facts| {
-            let seen =
-                facts.pod(uid).filter(|seen| seen.pod.name == *name && seen.pod.namespace == *namespace);
+            let same = |seen: &&PodRecord| {
+                seen.pod.name == *name
+                    && seen.pod.namespace == *namespace
+                    && seen.version == *resource_version
+            };
+            let seen = facts.pod(uid).filter(same);
             (seen.map(|seen| seen.request.clone()), *facts.defaults())
         });
         match seen {

@@ -255,6 +255,9 @@ async fn a_pod_is_read_once() {
     let pod: k8s_openapi::api::core::v1::Pod = serde_json::from_value(seen).unwrap();
     extender.store.write(|facts| facts.pod_seen(&pod));
     assert_eq!(ask(&call), 3, "resources never change, so this shows where they come from");
+    call["Pod"]["metadata"]["resourceVersion"] = json!("2");
+    assert_eq!(ask(&call), 1, "a version that the watch has not shown yet");
+    call["Pod"]["metadata"]["resourceVersion"] = json!("");
     call["Pod"]["metadata"]["name"] = json!("another");
     assert_eq!(ask(&call), 1, "not the pod of that uid");
     call["Pod"]["spec"]["containers"] = json!("x");

@@ -26,7 +26,7 @@ pub struct PodText {
 
 /// Who a pod is.
 #[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
+#[serde(default, rename_all = "camelCase")]
 pub struct PodKey {
     /// Name.
     pub name: String,
@@ -34,6 +34,8 @@ pub struct PodKey {
     pub namespace: String,
     /// Uid.
     pub uid: String,
+    /// Version of the object; its wishes may change while it waits.
+    pub resource_version: String,
 }
 
 #[derive(Deserialize)]

@@ -129,9 +129,9 @@ async fn send_away(context: &Context, known: &mut Known, pod: &PodRecord, why: &
     };
     let span = mullion_telemetry::pod_span!("evict", pod.pod.uid.as_str(), code = why.code);
     let work = async {
-        if why.code == MISSING_CODE && (!pod.owned || pod.started) {
-            // Nobody would make it anew, or it works and a person has to say when it may end. It is told once: an
-            // Event is a write.
+        if why.code == MISSING_CODE && (!pod.owned || pod.running) {
+            // Nobody would make it anew, or it works and a person has to say when it may end. (One that ended and cannot
+            // start again without its allocation does not work.) It is told once: an Event is a write.
             if known.told.insert(pod.pod.uid.clone()) {
                 let note = format!("{text}: delete the pod and create it anew");
                 context.cluster.tell(&pod.pod, EventType::Warning, why.code, "Evict", note).await;

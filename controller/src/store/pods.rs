@@ -33,8 +33,12 @@ pub struct PodRecord {
     pub deleting: bool,
     /// How far it has come.
     pub phase: Phase,
+    /// Version of the object that was read.
+    pub version: String,
     /// A container of it that asks for GPUs has started once.
     pub started: bool,
+    /// A container of it that asks for GPUs runs.
+    pub running: bool,
     /// kube-scheduler has tried it and found no node.
     pub unschedulable: bool,
     /// Name of its scheduler.
@@ -67,11 +71,15 @@ impl PodRecord {
             wishes.into_iter().any(|wish| wish.name == name)
         };
         let statuses = status.into_iter().flat_map(|s| [&s.init_container_statuses, &s.container_statuses]);
-        let started = statuses.flatten().flatten().any(|c| has_started(c) && asks(&c.name));
+        let asking = || statuses.clone().flatten().flatten().filter(|c| asks(&c.name));
+        let started = asking().any(has_started);
+        let running = asking().any(|c| c.state.as_ref().is_some_and(|state| state.running.is_some()));
         Some(Self {
             pod: mullion_crds::pod::pod_ref(object)?,
             request,
+            version: object.resource_version().unwrap_or_default(),
             started,
+            running,
             node: view.node_name.map(NodeName::from),
             deleting: object.metadata.deletion_timestamp.is_some(),
             phase: match phase {

@@ -189,6 +189,26 @@ async fn a_pod_that_runs_without_its_allocation_is_told_once_and_left() {
     assert!(api.get("pods/ns/p").is_some(), "it is not evicted");
 }
 
+/// It worked once and cannot start again, since nobody has an allocation for it: its owner's next one does.
+#[tokio::test]
+async fn a_pod_that_cannot_start_again_without_its_allocation_is_evicted() {
+    let api = FakeApi::default();
+    let context = context(&api);
+    let mut broken = started(pod("p", Some("n"), "Running", false));
+    broken["status"]["containerStatuses"][0]["restartCount"] = json!(5);
+    broken["status"]["containerStatuses"][0]["state"] = json!({"waiting": {"reason": "CrashLoopBackOff"}});
+    broken["metadata"]["ownerReferences"] =
+        json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "r", "controller": true}]);
+    api.put("pods/ns/p", broken.clone());
+    context.store.write(|facts| facts.pod_seen(&serde_json::from_value(broken).unwrap()));
+    let (record, why) = context.store.read(|facts| {
+        let record = facts.pods().next().unwrap();
+        (record.clone(), why(facts, record).unwrap())
+    });
+    assert!(record.started && !record.running);
+    assert!(send_away(&context, &mut Known::default(), &record, &why).await.unwrap());
+}
+
 /// No idle writes: a pod that only its user can help is told once.
 #[tokio::test]
 async fn a_bare_pod_without_an_allocation_is_told_once_and_left() {
