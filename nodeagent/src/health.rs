@@ -427,6 +427,7 @@ impl Watcher {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use mullion_crds::vgpuallocation::{ContainerAllocation, Device, VGPUAllocation, VGPUAllocationSpec};
     use std::time::Duration;
 
     fn settings() -> HealthSettings {
@@ -496,14 +497,9 @@ mod tests {
         cards.map(|(uuid, k)| (uuid.clone(), k.present, k.fault().is_none())).collect()
     }
 
-    #[test]
-    fn a_card_that_is_lost_stays_and_one_that_is_not_listed_goes_unless_someone_has_it() {
-        use mullion_crds::vgpuallocation::{ContainerAllocation, Device, VGPUAllocation, VGPUAllocationSpec};
-        let mut world = World { node: "n".into(), ..World::default() };
-        let now = Timestamp::UNIX_EPOCH;
-        take_in(&mut world, &survey(&["A", "B", "C"], 0), &settings(), now);
-        world.refold_node();
-        let device = Device { uuid: "B".to_owned(), memory_mib: 1, ..Device::default() };
+    /// An allocation on this node with one container and a slice of `card`.
+    fn allocation_of_card(card: &str) -> VGPUAllocation {
+        let device = Device { uuid: card.to_owned(), memory_mib: 1, ..Device::default() };
         let container = ContainerAllocation {
             name: "c".to_owned(),
             devices: vec![device],
@@ -516,7 +512,16 @@ mod tests {
         };
         let mut object = VGPUAllocation::new("a", spec);
         object.metadata.uid = Some("uid".to_owned());
-        world.see_allocation(object);
+        object
+    }
+
+    #[test]
+    fn a_card_that_is_lost_stays_and_one_that_is_not_listed_goes_unless_someone_has_it() {
+        let mut world = World { node: "n".into(), ..World::default() };
+        let now = Timestamp::UNIX_EPOCH;
+        take_in(&mut world, &survey(&["A", "B", "C"], 0), &settings(), now);
+        world.refold_node();
+        world.see_allocation(allocation_of_card("B"));
 
         let turns = take_in(&mut world, &survey(&["A", "B"], 1), &settings(), now);
         assert_eq!(turns.keys().collect::<Vec<_>>(), ["C"], "lost, not gone");
@@ -538,24 +543,10 @@ mod tests {
 
     /// A node with a card that a prepared allocation has.
     fn node_with_a_pod_on(card: &str, uuids: &[&str]) -> World {
-        use mullion_crds::vgpuallocation::{ContainerAllocation, Device, VGPUAllocation, VGPUAllocationSpec};
         let mut world = World { node: "n".into(), ..World::default() };
         take_in(&mut world, &placed(uuids), &settings(), Timestamp::UNIX_EPOCH);
         world.refold_node();
-        let device = Device { uuid: card.to_owned(), memory_mib: 1, ..Device::default() };
-        let container = ContainerAllocation {
-            name: "c".to_owned(),
-            devices: vec![device],
-            ..ContainerAllocation::default()
-        };
-        let spec = VGPUAllocationSpec {
-            node_name: "n".to_owned(),
-            containers: vec![container],
-            ..VGPUAllocationSpec::default()
-        };
-        let mut object = VGPUAllocation::new("a", spec);
-        object.metadata.uid = Some("uid".to_owned());
-        world.see_allocation(object);
+        world.see_allocation(allocation_of_card(card));
         world.mark(&"uid".into(), |fact| fact.prepared = true);
         world
     }
