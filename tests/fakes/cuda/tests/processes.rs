@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use common::{Argument as _, CONTEXT, Cuda, MIB, process};
 use fake_state::{STATE_ENV, Store, profile};
 use nvml_wrapper::Nvml;
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 
 static ENVIRONMENT: Mutex<()> = Mutex::new(());
@@ -46,12 +47,18 @@ impl Node {
 
     /// The fake NVML of this node.
     fn nvml(&self) -> Nvml {
+        self.nvml_that_lists("own")
+    }
+
+    fn nvml_that_lists(&self, processes: &str) -> Nvml {
         let built = std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so");
-        let copy = self.store.path().with_file_name("libnvidia-ml.so.1");
+        let copy = self.store.path().with_file_name(format!("libnvidia-ml.so.1.{processes}"));
         std::fs::copy(built, &copy).unwrap();
         let _one_at_a_time = ENVIRONMENT.lock().unwrap();
         // SAFETY: the library reads the environment in init alone, which runs under the same lock.
         unsafe { std::env::set_var(STATE_ENV, self.path()) };
+        // SAFETY: as above.
+        unsafe { std::env::set_var("FAKE_NVML_PROCESSES", processes) };
         Nvml::builder().lib_path(copy.as_os_str()).init().unwrap()
     }
 }
@@ -161,6 +168,20 @@ fn a_program() {
             say("handed in");
             hear();
         }
+        // Takes MiB, and says which processes NVML shows it, and which pid it has itself.
+        "list" => {
+            let mut p = 0_u64;
+            ok!(cuda.cuMemAlloc_v2(&mut p, number * MIB));
+            let library = std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so");
+            let nvml = Nvml::builder().lib_path(library.as_os_str()).init().unwrap();
+            say(std::process::id());
+            hear();
+            for (pid, bytes) in shown(&nvml) {
+                say(format!("{pid} {bytes}"));
+            }
+            say("all");
+            hear();
+        }
         "export" => {
             let (mut p, mut handle) = (0_u64, [0_u64; 8]);
             ok!(cuda.cuMemAlloc_v2(&mut p, number * MIB));
@@ -232,6 +253,35 @@ fn within(seconds: u64, mut holds: impl FnMut() -> bool) -> bool {
     false
 }
 
+/// The processes on card 0 and what each has of it; 0 where that is not told.
+fn shown(nvml: &Nvml) -> Vec<(u32, u64)> {
+    let all = nvml.device_by_index(0).unwrap().running_compute_processes().unwrap();
+    let bytes = |u: &UsedGpuMemory| match u {
+        UsedGpuMemory::Used(bytes) => *bytes,
+        UsedGpuMemory::Unavailable => 0,
+    };
+    let mut shown: Vec<(u32, u64)> = all.iter().map(|p| (p.pid, bytes(&p.used_gpu_memory))).collect();
+    shown.sort_unstable();
+    shown
+}
+
+#[test]
+fn processes_are_listed_as_the_drivers_of_all_kinds_do() {
+    let node = Node::new();
+    let mut program = node.start("hold 100", &[]);
+    program.hear();
+    let (pid, bytes) = (program.pid(), CONTEXT + 100 * MIB);
+    for (how, want) in [
+        ("own", vec![(pid, bytes)]),
+        ("host", vec![(pid + (1 << 22), bytes)]),
+        ("none", vec![]),
+        ("unsized", vec![(pid, 0)]),
+    ] {
+        assert_eq!(shown(&node.nvml_that_lists(how)), want, "{how}");
+    }
+    program.end();
+}
+
 #[test]
 fn nvml_shows_who_holds_what_and_a_dead_process_lingers() {
     let node = Node::new();
@@ -240,19 +290,10 @@ fn nvml_shows_who_holds_what_and_a_dead_process_lingers() {
     assert_eq!((first.hear(), second.hear()), ("held".to_owned(), "held".to_owned()));
     let nvml = node.nvml();
     let card = nvml.device_by_index(0).unwrap();
-    let shown = || -> Vec<(u32, u64)> {
-        let all = card.running_compute_processes().unwrap();
-        let bytes = |u: &nvml_wrapper::enums::device::UsedGpuMemory| match u {
-            nvml_wrapper::enums::device::UsedGpuMemory::Used(bytes) => *bytes,
-            nvml_wrapper::enums::device::UsedGpuMemory::Unavailable => 0,
-        };
-        all.iter().map(|p| (p.pid, bytes(&p.used_gpu_memory))).collect()
-    };
+    let shown = || shown(&nvml);
     let mut want = vec![(first.pid(), CONTEXT + 100 * MIB), (second.pid(), CONTEXT + 50 * MIB)];
     want.sort_unstable();
-    let mut got = shown();
-    got.sort_unstable();
-    assert_eq!(got, want);
+    assert_eq!(shown(), want);
     let used = || card.memory_info().unwrap().used;
     let both = 2 * CONTEXT + 150 * MIB;
     assert_eq!(used(), both);
@@ -367,33 +408,56 @@ fn init_through_the_global_scope_ends() {
     program.end();
 }
 
-/// What the agent on the node sees of a program in a container: its host pid.
-#[test]
-fn a_program_in_a_pid_namespace_has_a_host_pid() {
+/// A program in a pid namespace of its own; none without the right to make one.
+fn start_in_a_pid_namespace(node: &Node, role: &str) -> Option<Program> {
     // SAFETY: asks for the user id.
     if unsafe { libc::geteuid() } != 0 {
         eprintln!("skipped: a pid namespace needs root");
-        return;
+        return None;
     }
-    let node = Node::new();
     let mut child = std::process::Command::new("unshare")
         .args(["--pid", "--fork", "--kill-child"])
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "a_program", "--nocapture", "--test-threads=1"])
-        .env("FAKE_CUDA_TEST_ROLE", "hold 5")
+        .env("FAKE_CUDA_TEST_ROLE", role)
         .env(STATE_ENV, node.path())
+        .env_remove("FAKE_NVML_PROCESSES")
         .stdin(std::process::Stdio::piped())
         .stdout(std::process::Stdio::piped())
         .spawn()
         .unwrap();
     let told = BufReader::new(child.stdout.take().unwrap());
-    let mut program = Program { child, told };
+    Some(Program { child, told })
+}
+
+/// What the agent on the node sees of a program in a container: its host pid.
+#[test]
+fn a_program_in_a_pid_namespace_has_a_host_pid() {
+    let node = Node::new();
+    let Some(mut program) = start_in_a_pid_namespace(&node, "hold 5") else { return };
     assert_eq!(program.hear(), "held");
     let nvml = node.nvml();
-    let shown = nvml.device_by_index(0).unwrap().running_compute_processes().unwrap();
+    let shown = shown(&nvml);
     assert_eq!(shown.len(), 1);
-    let status = std::fs::read_to_string(format!("/proc/{}/status", shown[0].pid)).unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", shown[0].0)).unwrap();
     let namespaces = status.lines().find(|l| l.starts_with("NSpid:")).unwrap();
     assert!(namespaces.split_whitespace().count() > 2, "{namespaces}");
     program.end();
+}
+
+/// What a program in a container sees: itself, and not the neighbour that has the same pid in a container of its own.
+#[test]
+fn processes_of_other_pid_namespaces_are_not_listed() {
+    let node = Node::new();
+    let mut programs: Vec<Program> =
+        (1..=2).filter_map(|mib| start_in_a_pid_namespace(&node, &format!("list {}", 2 * mib))).collect();
+    for program in &mut programs {
+        assert_eq!(program.hear(), "1");
+    }
+    for (program, mib) in programs.iter_mut().zip([2, 4]) {
+        program.say("go");
+        assert_eq!(program.hear(), format!("1 {}", CONTEXT + mib * MIB));
+        assert_eq!(program.hear(), "all");
+    }
+    programs.into_iter().for_each(Program::end);
 }

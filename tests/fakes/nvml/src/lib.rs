@@ -6,10 +6,14 @@
 //! An entry point is declared with `entry!`. It counts the call, waits the injected latency, answers
 //! the injected error if one is due, and only then does its work on a snapshot of the node; a mutation goes
 //! through the state file. Nothing here panics: a panic would end the program that loaded the library.
-
+//!
 //! Programs that run on the simulated CUDA driver show up by themselves: their processes, their memory and how busy they keep the
 //! cards come out of the live file beside the state file. `FAKE_NVML_RECURSE=1` has `nvmlInit_v2` go through
 //! `nvmlInitWithFlags` of the program's global scope, as some drivers do.
+//!
+//! A process is listed from its first context or allocation on, with all that it has of the card at that moment. `FAKE_NVML_PROCESSES` says how: by the
+//! pids of the caller's namespace, without those that are not in it (the default); `host`: by other pids (here 2^22 more, which no process
+//! has); `none`: nobody; `unsized`: without their memory (`NVML_VALUE_NOT_AVAILABLE`).
 
 #![expect(non_snake_case, reason = "the names of the C interface")]
 

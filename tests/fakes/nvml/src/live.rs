@@ -1,7 +1,7 @@
 //! What running programs on the simulated CUDA driver have of the cards, see [`fake_state::live`].
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fake_state::live::{self, Live, work};
@@ -42,10 +42,49 @@ pub(crate) fn of(state: &Path) -> Option<&'static Live> {
     Some(live)
 }
 
-/// The processes of a card that live.
+/// The processes of a card that live, each with what it has of the card now.
 pub(crate) fn running(live: &Live, card: usize) -> Vec<Running> {
+    let shown = asked();
+    if shown == Shown::None {
+        return Vec::new();
+    }
     let found = live.processes(card).into_iter().filter(|p| !p.dead);
-    found.map(|p| Running { pid: p.pid, bytes: p.given }).collect()
+    found
+        .map(|p| Running {
+            pid: if shown == Shown::Host { HOST + p.pid } else { p.pid },
+            bytes: if shown == Shown::Unsized { NOT_AVAILABLE } else { p.given },
+        })
+        .collect()
+}
+
+/// `NVML_VALUE_NOT_AVAILABLE`.
+const NOT_AVAILABLE: u64 = u64::MAX;
+
+/// What a process's pid on the host is more than here: no pid of Linux is that large, so a mix-up is found.
+const HOST: u32 = 1 << 22;
+
+/// How processes are listed: `FAKE_NVML_PROCESSES`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shown {
+    /// Those of the caller's pid namespace, by their pids in it.
+    Own,
+    /// By their pids on the host, as drivers did that know nothing of namespaces.
+    Host,
+    /// None at all, as in some containers with such a driver.
+    None,
+    /// By their pids, and nobody says how much memory: Windows' way of driving a card, and missing privileges with MIG.
+    Unsized,
+}
+
+/// The environment is read by init.
+pub(crate) fn asked() -> Shown {
+    static ASKED: OnceLock<Shown> = OnceLock::new();
+    *ASKED.get_or_init(|| match std::env::var("FAKE_NVML_PROCESSES").as_deref() {
+        Ok("host") => Shown::Host,
+        Ok("none") => Shown::None,
+        Ok("unsized") => Shown::Unsized,
+        _ => Shown::Own,
+    })
 }
 
 /// Who was busy in a window that ended after `since_us`.

@@ -131,6 +131,7 @@ impl Library {
             let path = std::env::var_os(STATE_ENV).ok_or(Code::DRIVER_NOT_LOADED)?;
             let store = Store::open(path).map_err(|_| Code::DRIVER_NOT_LOADED)?;
             self.counters = Counters::open(store.path());
+            live::asked();
             self.store = Some(store);
         }
         self.count(name);

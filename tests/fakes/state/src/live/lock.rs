@@ -48,10 +48,25 @@ pub(super) fn set_pid(file: &File, byte: i64) -> io::Result<()> {
     control(file, libc::F_SETLK, &mut lock(libc::F_WRLCK, byte))
 }
 
-/// The process that has the byte, in this process's pid namespace.
-pub(super) fn holder(file: &File, byte: i64) -> Option<u32> {
+/// Who has a byte for the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Holder {
+    /// Nobody, or this process: one's own locks do not stand in one's way.
+    Nobody,
+    /// A process by its pid in this process's pid namespace.
+    Pid(u32),
+    /// A process that this one's pid namespace does not have.
+    Elsewhere,
+}
+
+/// Who has the byte for the process.
+pub(super) fn holder(file: &File, byte: i64) -> Holder {
     let mut wanted = lock(libc::F_WRLCK, byte);
-    control(file, libc::F_GETLK, &mut wanted).ok()?;
-    let held = libc::c_int::from(wanted.l_type) != libc::F_UNLCK;
-    u32::try_from(wanted.l_pid).ok().filter(|pid| held && *pid > 0)
+    let held = control(file, libc::F_GETLK, &mut wanted).is_ok()
+        && libc::c_int::from(wanted.l_type) != libc::F_UNLCK;
+    match u32::try_from(wanted.l_pid) {
+        _ if !held => Holder::Nobody,
+        Ok(pid) if pid > 0 => Holder::Pid(pid),
+        _ => Holder::Elsewhere,
+    }
 }

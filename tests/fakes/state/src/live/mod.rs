@@ -8,7 +8,7 @@
 //!   one page pins, so that it lasts exactly as long as the address space. Whoever can lock the byte of a slot in use may
 //!   clear the slot, after the slot's release delay.
 //! - **Host pid**: a POSIX lock at `(1 << 41) + slot` of `<state file>.live.pids`; `F_GETLK` answers the holder's pid in the
-//!   caller's pid namespace.
+//!   caller's pid namespace, and 0 for one that is not in it.
 //! - **Memory**: the bytes of a card are the sum over its slots; giving is done under the card's lock word, which holds
 //!   the slot of its holder, so that clearing a dead slot also frees the locks that it held.
 //! - **Work**: see [`work`].
@@ -313,7 +313,8 @@ impl Live {
         self.share(card).map_or(0, |s| s.given.load(SeqCst))
     }
 
-    /// The processes that have something of the card.
+    /// The processes that have something of the card and are in this process's pid namespace, as a driver that knows of namespaces
+    /// lists them.
     #[must_use]
     pub fn processes(&self, card: usize) -> Vec<LiveProcess> {
         self.reap(work::now(self.region));
@@ -326,19 +327,25 @@ impl Live {
                 continue;
             }
             let dead = slot.died.load(SeqCst) != 0;
-            found.push(LiveProcess { slot: index, pid: self.pid_of(index), given, contexts, dead });
+            if let Some(pid) = self.pid_of(index) {
+                found.push(LiveProcess { slot: index, pid, given, contexts, dead });
+            }
         }
         found
     }
 
-    /// The pid of a slot's process in this process's pid namespace.
-    pub(crate) fn pid_of(&self, index: usize) -> u32 {
+    /// The pid of a slot's process in this process's pid namespace; none where that has no such process. A process that lost its lock
+    /// is believed, as is this one, whose locks it cannot ask about.
+    pub(crate) fn pid_of(&self, index: usize) -> Option<u32> {
         let named = self.region.slots[index].pid.load(SeqCst);
-        if self.own() == Some(index) {
-            return named;
+        match self.pids.as_ref().filter(|_| self.own() != Some(index)) {
+            None => Some(named),
+            Some(pids) => match lock::holder(pids, PID + offset(index)) {
+                lock::Holder::Nobody => Some(named),
+                lock::Holder::Pid(pid) => Some(pid),
+                lock::Holder::Elsewhere => None,
+            },
         }
-        let told = self.pids.as_ref().and_then(|f| lock::holder(f, PID + offset(index)));
-        told.unwrap_or(named)
     }
 
     /// Ends the work of dead processes, frees the locks that they held, and clears their slots when their memory is due.

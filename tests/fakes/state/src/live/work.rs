@@ -213,8 +213,10 @@ impl Live {
                 .map(|w| (w >> 32, w & 0xFFFF_FFFF))
                 .filter(|(window, busy)| *busy > 0 && *window < current && (window + 1) * WINDOW_NS > since)
                 .max();
-            if let Some((window, busy)) = newest.filter(|_| slot.pid.load(SeqCst) != 0) {
-                found.push(Sample { pid: self.pid_of(index), end: (window + 1) * WINDOW_NS, busy });
+            if let Some((window, busy)) = newest.filter(|_| slot.pid.load(SeqCst) != 0)
+                && let Some(pid) = self.pid_of(index)
+            {
+                found.push(Sample { pid, end: (window + 1) * WINDOW_NS, busy });
             }
         }
         found
