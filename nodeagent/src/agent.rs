@@ -37,6 +37,7 @@ use crate::prepare::{Preparer, container_folder, files};
 use crate::release::{self, Releaser};
 use crate::state::{Key, State};
 use crate::status::Syncer;
+use crate::wishes;
 use crate::world::{Shared, World};
 
 /// The kernel's name of this boot.
@@ -63,6 +64,7 @@ pub async fn run(
     info!(node = %world.node, slots = offered.len(), allocations = world.allocations.len(), "starting");
     let (facts, received) = mpsc::unbounded_channel();
     let mut agent = Agent {
+        library: Library::new(&settings),
         shared: Shared::new(world),
         metrics: Arc::new(Metrics::default()),
         audit: Audit::new(settings.state_dir.join("audit.db")),
@@ -72,7 +74,7 @@ pub async fn run(
         tasks: JoinSet::new(),
     };
     agent.serve_kubelet(offered);
-    Library::new(&agent.settings).announce();
+    agent.library.announce().await;
     agent.spawn(start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone()));
     agent.spawn(api::append_facts(agent.audit.clone(), received));
     let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;
@@ -107,6 +109,7 @@ pub async fn run(
 struct Agent {
     settings: Settings,
     shared: Arc<Shared>,
+    library: Arc<Library>,
     state: State,
     audit: Audit,
     metrics: Arc<Metrics>,
@@ -136,6 +139,7 @@ impl Agent {
             self.state.clone(),
             self.audit.clone(),
             Arc::clone(&finder),
+            Arc::clone(&self.library),
         ));
         let prepare: Prepare = Arc::new(move |ids| {
             let preparer = Arc::clone(&preparer);
@@ -152,8 +156,14 @@ impl Agent {
             is_registered.clone(),
             self.facts.clone(),
         );
-        let signs =
-            keep_signs(settings.clone(), Arc::clone(&self.shared), finder, self.audit.clone(), is_registered);
+        let signs = keep_signs(
+            settings.clone(),
+            Arc::clone(&self.shared),
+            finder,
+            Arc::clone(&self.library),
+            self.audit.clone(),
+            is_registered,
+        );
         self.spawn(slots);
         self.spawn(signs);
     }
@@ -168,6 +178,7 @@ impl Agent {
             self.settings.node.clone(),
         );
         self.spawn(keep_bounds(self.settings.clone(), Arc::clone(&self.shared), announcer.clone()));
+        self.spawn(wishes::keep_told(Arc::clone(&self.shared), announcer.clone()));
         let latest = Latest::default();
         let monitor = Monitor {
             shared: Arc::clone(&self.shared),
@@ -227,6 +238,7 @@ impl Agent {
             state: self.state.clone(),
             audit: self.audit.clone(),
             driver,
+            library: Arc::clone(&self.library),
             settings: self.settings.clone(),
             metrics: Arc::clone(&self.metrics),
         };
@@ -397,10 +409,10 @@ async fn keep_signs(
     settings: Settings,
     shared: Arc<Shared>,
     finder: Arc<Finder>,
+    library: Arc<Library>,
     audit: Audit,
     mut registered: watch::Receiver<bool>,
 ) {
-    let libraries = Library::new(&settings);
     loop {
         let specs = finder.find().await;
         let takes_rows = audit.check().await;
@@ -413,11 +425,12 @@ async fn keep_signs(
                 if unread.is_empty() { String::new() } else { format!("; not read: {}", unread.join("; ")) };
             Ok(files.join(", ") + &beside)
         };
-        let library = match libraries.current() {
+        let found = match library.current().await {
             Ok(Ok(library)) => Ok(library.display().to_string()),
-            Ok(Err(unusable)) => {
-                Err((unusable.code(), unusable.to_string(), settings.enforcement == Enforcement::Required))
-            }
+            Ok(Err(unusable)) => Err(match settings.enforcement {
+                Enforcement::Required => (unusable.code(), unusable.to_string(), true),
+                Enforcement::Report => (unusable.code(), unusable.in_report_mode(), false),
+            }),
             Err(error) => Err((error.code(), mullion_telemetry::source_chain(&error), true)),
         };
         let topology = topology_policy(&settings.kubelet_config);
@@ -431,7 +444,7 @@ async fn keep_signs(
         shared.change_if(|world| {
             let before = world.signs.clone();
             world.signs.cdi = Some(cdi);
-            world.signs.library = Some(library);
+            world.signs.library = Some(found);
             world.signs.topology = topology;
             world.signs.rivals = rivals;
             world.signs.registered = is_registered;

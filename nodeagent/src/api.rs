@@ -13,7 +13,7 @@ use kube::{Api, Client, ResourceExt};
 use mullion_audit::{Entry, Event as AuditEvent};
 use mullion_core::facts::{AllocationFact, ContainerGrant};
 use mullion_core::ledger::Standing;
-use mullion_core::request::{ComputeWishes, compute_wishes};
+use mullion_core::request::{ComputeWishes, compute_wishes_as_far_as_read};
 use mullion_core::units::{AllocationUid, PodUid};
 use mullion_crds::gpunode::GPUNode;
 use mullion_crds::vgpuallocation::VGPUAllocation;
@@ -23,7 +23,7 @@ use tracing::{debug, info, warn};
 use crate::audit::Audit;
 use crate::prepare::{allocation_ref, pod_ref, reserved, voided};
 use crate::state::{Key, State};
-use crate::world::{ContainerSeen, PodSeen, Shared};
+use crate::world::{ContainerSeen, Misread, PodSeen, Shared};
 
 /// Watches the API server.
 pub struct Watches {
@@ -326,13 +326,21 @@ fn seen(pod: &Pod) -> PodSeen {
         let running = s.state.as_ref().and_then(|s| s.running.as_ref()).and(s.container_id.clone());
         (s.name.clone(), ContainerSeen { running, runs: runs(s) })
     });
-    // What the webhook would have refused came around it: the default is the stricter or the more modest.
-    let wishes = mullion_crds::pod::view(pod).containers.into_iter().filter_map(|container| {
-        let wishes = compute_wishes(&container).unwrap_or_default();
-        (wishes != ComputeWishes::default()).then_some((container.name, wishes))
-    });
+    let (mut wishes, mut misread) = (BTreeMap::new(), Vec::new());
+    for container in mullion_crds::pod::view(pod).containers {
+        let (wanted, wrong) = compute_wishes_as_far_as_read(&container);
+        misread.extend(wrong.into_iter().map(|error| Misread {
+            container: container.name.clone(),
+            code: error.code(),
+            message: error.to_string(),
+        }));
+        if wanted != ComputeWishes::default() {
+            wishes.insert(container.name, wanted);
+        }
+    }
     PodSeen {
-        wishes: wishes.collect(),
+        wishes,
+        misread,
         namespace: pod.namespace().unwrap_or_default(),
         name: pod.name_any(),
         ended: matches!(phase, "Succeeded" | "Failed"),
@@ -404,12 +412,18 @@ mod tests {
         let containers = [
             container("plain", "default", "1"),
             container("forced", "Force", "0"),
-            // Came around the webhook, which refuses it.
+            // Came around the webhook, which refuses them: what is right in them holds.
             container("lifted", "disable", "0"),
+            container("muddled", "force", "high"),
         ];
         let pod = json!({"metadata": {"name": "p"}, "spec": {"containers": containers}});
         let seen = seen(&serde_json::from_value(pod).unwrap());
-        assert_eq!(seen.wishes, [("forced".to_owned(), ComputeWishes { force: true, priority: 0 })].into());
+        let wishes = |name: &str, force, priority| (name.to_owned(), ComputeWishes { force, priority });
+        let want = [wishes("forced", true, 0), wishes("lifted", false, 0), wishes("muddled", true, 1)];
+        assert_eq!(seen.wishes, want.into());
+        let misread: Vec<_> = seen.misread.iter().map(|m| (m.container.as_str(), m.code)).collect();
+        assert_eq!(misread, [("lifted", "CoreLimitLifted"), ("muddled", "MalformedPriority")]);
+        assert!(seen.misread[1].message.contains("\"high\""), "{:?}", seen.misread);
     }
 
     #[test]

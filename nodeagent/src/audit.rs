@@ -212,6 +212,7 @@ fn held(
                 device_ids: c.device_ids.clone(),
                 // The log does not say; the next preparation does.
                 enforced: false,
+                unenforced: None,
             });
         }
     }
@@ -258,6 +259,7 @@ mod tests {
             container: "a".to_owned(),
             device_ids: vec!["slot-0003".to_owned()],
             enforced: false,
+            unenforced: None,
         };
         world.grants.insert(grant.grant.clone(), grant.clone());
         world.mark(&"uid".into(), |fact| (fact.prepared, fact.init_done) = (true, true));

@@ -89,6 +89,18 @@ impl Announcer {
         self.publish(event, object_reference(&pod));
     }
 
+    /// A wish of the pod's cannot be read, and the default holds: an Event on it.
+    pub fn wish(&self, pod: &PodRef, code: &'static str, problem: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: code.to_owned(),
+            note: Some(format!("{problem}; until then the default holds")),
+            action: "ReadWishes".to_owned(),
+            secondary: None,
+        };
+        self.publish(event, object_reference(pod));
+    }
+
     fn node(&self) -> ObjectReference {
         ObjectReference {
             api_version: Some("v1".to_owned()),

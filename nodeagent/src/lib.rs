@@ -27,4 +27,5 @@ pub mod prepare;
 pub mod release;
 pub mod state;
 pub mod status;
+pub mod wishes;
 pub mod world;

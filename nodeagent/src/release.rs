@@ -108,6 +108,8 @@ pub struct Releaser {
     pub audit: Audit,
     /// The driver.
     pub driver: DriverHandle,
+    /// What containers are given.
+    pub library: Arc<Library>,
     /// Where things are.
     pub settings: Settings,
     /// Counters.
@@ -140,8 +142,6 @@ impl Releaser {
         let mut leaving: BTreeMap<AllocationUid, Leaving> = BTreeMap::new();
         let mut missing: BTreeMap<AllocationUid, Instant> = BTreeMap::new();
         let mut sweep = Instant::now();
-        let library = Library::new(&self.settings);
-        let mut libraries = BTreeSet::new();
         loop {
             bell.borrow_and_update();
             self.find(&mut leaving, &mut missing).await;
@@ -176,7 +176,7 @@ impl Releaser {
             if sweep <= Instant::now() {
                 self.look(&cgroups).await;
                 self.sweep(&cgroups).await;
-                report(library.sweep(&mut libraries));
+                report(self.library.sweep().await);
                 sweep = Instant::now() + SWEEP;
             }
             let next = leaving.values().map(|l| l.at).chain(missing.values().copied()).chain([sweep]).min();

@@ -30,6 +30,19 @@ pub struct Grant {
     pub device_ids: Vec<String>,
     /// The library applies the limits.
     pub enforced: bool,
+    /// Why it does not; `None` also where nobody knows any more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unenforced: Option<Unenforced>,
+}
+
+/// Why nothing holds a container to its limits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Unenforced {
+    /// Stable code.
+    pub code: String,
+    /// In words.
+    pub message: String,
 }
 
 /// Single values, by name.
@@ -287,6 +300,7 @@ mod tests {
             container: "c".to_owned(),
             device_ids: vec!["slot-0001".to_owned()],
             enforced: false,
+            unenforced: None,
         }
     }
 

@@ -121,15 +121,17 @@ pub fn desired(world: &World, object: &VGPUAllocation, now: Timestamp) -> VGPUAl
             "GrantsWritten",
             "the node has given a container its devices",
         ));
+        let told = old.conditions.iter().any(|c| c.type_ == ENFORCED);
         if grants.values().all(|g| g.enforced) {
-            let told = old.conditions.iter().any(|c| c.type_ == ENFORCED);
             claims.extend(enforced(world, &uid, told));
-        } else {
+        } else if let Some(why) = grants.values().find_map(|g| g.unenforced.as_ref()) {
+            claims.push(Claim::new(ENFORCED, "False", &why.code, &why.message));
+        } else if !told {
             claims.push(Claim::new(
                 ENFORCED,
-                "False",
-                "HookMissing",
-                "libvgpu.so is not on the node: containers run without limits",
+                "Unknown",
+                "NotRecorded",
+                "the agent's state was lost, and the audit log does not say whether the library is mounted",
             ));
         }
         // What a release waits for is found anew after a restart; it was over before.
@@ -361,7 +363,7 @@ impl Syncer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::Grant;
+    use crate::state::{Grant, Unenforced};
     use crate::world::Witness;
     use crate::world::{PodSeen, Refused};
     use mullion_crds::vgpuallocation::{ContainerAllocation, Kind, PodReference, VGPUAllocationSpec};
@@ -391,6 +393,8 @@ mod tests {
             container: container.to_owned(),
             device_ids: vec!["slot-0000".to_owned()],
             enforced,
+            unenforced: (!enforced)
+                .then(|| Unenforced { code: "HookMissing".to_owned(), message: "no file".to_owned() }),
         }
     }
 
@@ -431,6 +435,33 @@ mod tests {
         let status = desired(&world, &object, later);
         assert_eq!(says(&status).last(), Some(&claim("InitDone", "True", "InitEnded")));
         assert_eq!(status.conditions[0].last_transition_time, Time(now), "times of what holds stay");
+    }
+
+    #[test]
+    fn limits_that_nothing_holds_say_why() {
+        let mut world = World { node: "n".into(), ..World::default() };
+        let mut object = object();
+        world.see_allocation(object.clone());
+        let why = |code: &str| Some(Unenforced { code: code.to_owned(), message: format!("because {code}") });
+        for (case, of_a, of_i, want) in [
+            ("known from the audit log alone", None, None, ("Unknown", "NotRecorded")),
+            ("one that cannot be loaded", why("HookInvalid"), None, ("False", "HookInvalid")),
+            ("state lost after that", None, None, ("False", "HookInvalid")),
+            ("none", why("HookMissing"), why("HookInvalid"), ("False", "HookMissing")),
+        ] {
+            for (container, unenforced) in [("a", of_a), ("i", of_i)] {
+                let grant = Grant { unenforced, ..grant(container, false) };
+                world.grants.insert(grant.grant.clone(), grant);
+            }
+            let status = desired(&world, &object, Timestamp::UNIX_EPOCH);
+            let found = says(&status).into_iter().find(|c| c.0 == ENFORCED);
+            assert_eq!(found, Some(claim(ENFORCED, want.0, want.1)), "{case}");
+            if want.0 == "False" {
+                let message = &status.conditions.iter().find(|c| c.type_ == ENFORCED).unwrap().message;
+                assert_eq!(message, &format!("because {}", want.1), "{case}");
+            }
+            object.status = Some(status);
+        }
     }
 
     #[test]

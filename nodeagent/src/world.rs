@@ -68,6 +68,19 @@ pub struct PodSeen {
     pub containers: BTreeMap<String, ContainerSeen>,
     /// How containers want their share of compute to be held, where that is not the default.
     pub wishes: BTreeMap<String, ComputeWishes>,
+    /// Wishes that cannot be read; for them the default stands.
+    pub misread: Vec<Misread>,
+}
+
+/// A container's wish that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Misread {
+    /// Whose.
+    pub container: String,
+    /// Stable code.
+    pub code: &'static str,
+    /// What is wrong, and what to write.
+    pub message: String,
 }
 
 /// Conditions of the node that are not read from cards.
@@ -404,6 +417,7 @@ mod tests {
                 container: "main".to_owned(),
                 device_ids: vec!["slot-0000".to_owned()],
                 enforced: true,
+                unenforced: None,
             };
             world.grants.insert(grant.grant.clone(), grant);
             world.mark(&"a".into(), |f| f.prepared = true);

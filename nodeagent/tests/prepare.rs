@@ -19,6 +19,7 @@ use mullion_nodeagent::config::{Args, Enforcement, Settings};
 use mullion_nodeagent::health::{CardHealth, Known};
 use mullion_nodeagent::prepare::Preparer;
 use mullion_nodeagent::prepare::driver_files::Finder;
+use mullion_nodeagent::prepare::library::Library;
 use mullion_nodeagent::state::State;
 use mullion_nodeagent::world::{Driver, Shared, World};
 use serde_json::Value;
@@ -97,6 +98,7 @@ impl Node {
             state.clone(),
             audit.clone(),
             finder,
+            Library::new(&settings),
         ));
         Self { root, settings, shared, state, audit, preparer }
     }
@@ -445,4 +447,24 @@ async fn a_grant_that_would_change_is_refused() {
     });
     assert_eq!(node.prepare(&["slot-0000"]).await, Err("GrantChanged"));
     assert_eq!(node.spec(&grant_name("pod-1", "main")), before);
+}
+
+/// Where containers start without limits, it is kept why: no library is not the same as a bad one.
+#[tokio::test]
+async fn a_container_without_limits_has_the_reason_on_record() {
+    let node = Node::new(true).await;
+    let owners = node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true);
+    node.checkpoint(&owners);
+    let kept = |grants: Vec<mullion_nodeagent::state::Grant>| {
+        let [grant] = grants.as_slice() else { panic!("{grants:?}") };
+        let why = grant.unenforced.clone().unwrap();
+        assert!(!grant.enforced && why.message.contains("containers run without limits"), "{why:?}");
+        why.code
+    };
+    node.prepare(&["slot-0000"]).await.unwrap();
+    assert_eq!(kept(node.state.grants().await.unwrap()), "HookMissing");
+    std::fs::write(&node.settings.hook_library, "no library").unwrap();
+    node.prepare(&["slot-0000"]).await.unwrap();
+    assert_eq!(kept(node.state.grants().await.unwrap()), "HookInvalid");
+    assert_eq!(kept(node.shared.read(|w| w.grants.values().cloned().collect())), "HookInvalid");
 }

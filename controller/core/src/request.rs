@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::facts::ContainerKind;
 use crate::units::{CoreShare, Mib, Percent, PodUid};
-pub use compute::{CORE_POLICY, ComputeWishes, TASK_PRIORITY, compute_wishes};
+pub use compute::{CORE_POLICY, ComputeWishes, TASK_PRIORITY, compute_wishes, compute_wishes_as_far_as_read};
 use quantity::{shown, whole};
 pub use wishes::{CARD_POLICY, NODE_POLICY, owned_annotation, warnings};
 

@@ -12,8 +12,15 @@ use jiff::Timestamp;
 
 use crate::{AuditReader, DEFAULT_PATH, Error, Filter, Head};
 
+/// Exit code of a question to which the log has no answer.
+pub const NOTHING_FOUND: u8 = 3;
+
 /// Reads the node's audit log; a live one as well.
 #[derive(Clone, Debug, Args)]
+#[command(
+    after_help = "Exit codes: 0 there is an answer, 1 `verify` found something wrong, 2 the log cannot be asked, \
+                        3 `who-had` or `pod` found nothing."
+)]
 pub struct AuditArgs {
     /// Path of the log.
     #[arg(long, global = true, env = "MULLION_AUDIT_DB", default_value = DEFAULT_PATH, value_name = "PATH")]
@@ -70,7 +77,7 @@ pub enum Command {
         #[arg(long, default_value_t = 200)]
         limit: u32,
     },
-    /// Says who had a card at a time.
+    /// Says who had a card at a time; exit code 3 when nobody did.
     WhoHad {
         /// Uuid of the card, or of a MIG instance; the beginning is enough where it is clear.
         #[arg(long, value_name = "UUID")]
@@ -79,7 +86,7 @@ pub enum Command {
         #[arg(long, value_name = "TIME")]
         at: Option<String>,
     },
-    /// Tells what happened to a pod.
+    /// Tells what happened to a pod; exit code 3 when the log knows nothing of it.
     Pod {
         /// Namespace and name.
         #[arg(value_name = "NAMESPACE/NAME")]
@@ -87,7 +94,8 @@ pub enum Command {
     },
 }
 
-/// Answers on standard output; remarks go to standard error. The code is 1 where `verify` found something.
+/// Answers on standard output; remarks go to standard error. The code is 1 where `verify` found something, and
+/// [`NOTHING_FOUND`] where `who-had` or `pod` found nothing.
 ///
 /// # Errors
 /// [`Error`]; nothing was printed for it.
@@ -143,11 +151,11 @@ pub async fn run_with(
             let remark = match holders.is_empty() {
                 false => None,
                 true if reader.knows_card(card).await? => Some(format!("nobody had {card} at {at}")),
-                true => {
-                    Some(format!("this log has never seen {card}; `audit list` shows the cards it knows"))
-                }
+                true => Some(format!(
+                    "this log has never seen card {card}: `audit list` shows the uuids of those it has"
+                )),
             };
-            (render::holders(&holders, args.output), remark, 0)
+            (render::holders(&holders, args.output), remark, found(holders.is_empty()))
         }
         Command::Pod { pod } => {
             let wrong = || Error::Argument {
@@ -161,7 +169,7 @@ pub async fn run_with(
             }
             let rows = reader.pod(namespace, name).await?;
             let remark = rows.is_empty().then(|| format!("no event of pod {pod} on this node"));
-            (render::rows(&rows, args.output), remark, 0)
+            (render::rows(&rows, args.output), remark, found(rows.is_empty()))
         }
     };
     print(out, &text)?;
@@ -169,6 +177,10 @@ pub async fn run_with(
         print(remarks, &format!("{remark}\n"))?;
     }
     Ok(code)
+}
+
+const fn found(nothing: bool) -> u8 {
+    if nothing { NOTHING_FOUND } else { 0 }
 }
 
 /// The uuid that `card` begins; `card` itself where the log knows it whole, or none like it.

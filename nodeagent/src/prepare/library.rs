@@ -9,6 +9,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
@@ -22,9 +23,6 @@ use crate::prepare::{cdi, files};
 const FILE: &str = "libvgpu.so";
 /// Hex digits of the content's SHA-256 that name its folder.
 const NAME_DIGITS: usize = 16;
-/// Several parts of the agent install, and a file in the making has one name.
-static INSTALLING: Mutex<()> = Mutex::new(());
-
 /// The largest file that is taken for a library, in bytes; ours has some hundred KiB.
 const MAX_SIZE: u64 = 64 << 20;
 
@@ -62,38 +60,93 @@ impl Unusable {
             Self::Invalid { .. } => "HookInvalid",
         }
     }
+
+    /// What that means where containers start all the same.
+    #[must_use]
+    pub fn in_report_mode(&self) -> String {
+        match self {
+            Self::Missing { library } => {
+                format!(
+                    "{library:?} is not on this node: containers run without limits until it is installed"
+                )
+            }
+            Self::Invalid { library, problem } => format!(
+                "{library:?} cannot be loaded into a container ({problem}): containers run without limits until it is \
+                 copied anew"
+            ),
+        }
+    }
 }
 
 /// What the source looked like when it was read: device, inode, length, times of content and inode in ns.
 type Stamp = (u64, u64, u64, i64, i64);
 
-/// Puts versions of the library on the node, and takes away those that nobody needs any more.
+/// What is known of the source: what it looked like, and what came of it.
+type Known = Option<(Stamp, Result<PathBuf, Unusable>)>;
+
+/// Puts versions of the library on the node, and takes away those that nobody needs any more. One for the whole agent:
+/// a file in the making has one name.
 #[derive(Debug)]
 pub struct Library {
     source: PathBuf,
     dir: PathBuf,
     cdi_dir: PathBuf,
-    cache: Mutex<Option<(Stamp, Result<PathBuf, Unusable>)>>,
+    /// Held while a version is installed.
+    cache: Mutex<Known>,
+    /// Versions that nobody needed at the last sweep.
+    suspects: Mutex<BTreeSet<PathBuf>>,
 }
 
 impl Library {
     /// Copies the library of `settings` from where it came with the agent to where containers get it.
     #[must_use]
-    pub fn new(settings: &Settings) -> Self {
-        Self {
+    pub fn new(settings: &Settings) -> Arc<Self> {
+        Arc::new(Self {
             source: settings.hook_library.clone(),
             dir: settings.libraries_dir(),
             cdi_dir: settings.cdi_dir.clone(),
             cache: Mutex::default(),
-        }
+            suspects: Mutex::default(),
+        })
     }
 
     /// The file that a new grant mounts; installs it first if it is a new one.
     ///
     /// # Errors
     /// [`Error::File`] when a good library cannot be installed: that is no reason to run without limits. The inner
-    /// error says why there is none to install.
-    pub fn current(&self) -> Result<Result<PathBuf, Unusable>, Error> {
+    /// error says why there is none to install. [`Error::Broken`] when the look panicked.
+    pub async fn current(self: &Arc<Self>) -> Result<Result<PathBuf, Unusable>, Error> {
+        self.aside(Self::look).await?
+    }
+
+    /// Installs what there is and says in the log what that is: at the start, before a container waits for it.
+    pub async fn announce(self: &Arc<Self>) {
+        match self.current().await {
+            Ok(Ok(library)) => info!(?library, "library"),
+            Ok(Err(unusable)) => warn!(code = unusable.code(), error = %unusable, "no library"),
+            Err(error) => {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "no library");
+            }
+        }
+    }
+
+    /// Removes versions that no grant's spec names, at the second sweep that finds them so: a grant that is being prepared
+    /// may name one a moment later.
+    ///
+    /// # Errors
+    /// [`Error::File`], also for a spec that cannot be read, which may name any of them.
+    pub async fn sweep(self: &Arc<Self>) -> Result<(), Error> {
+        self.aside(Self::remove_unneeded).await?
+    }
+
+    /// Runs `work`, which reads and writes files, where nobody waits for it who has something else to do.
+    async fn aside<T: Send + 'static>(self: &Arc<Self>, work: fn(&Self) -> T) -> Result<T, Error> {
+        let library = Arc::clone(self);
+        let done = tokio::task::spawn_blocking(move || work(&library));
+        done.await.map_err(|source| Error::Broken { source })
+    }
+
+    fn look(&self) -> Result<Result<PathBuf, Unusable>, Error> {
         let failed = || Error::file("read", &self.source);
         let meta = match fs::metadata(&self.source) {
             Ok(meta) => meta,
@@ -132,24 +185,12 @@ impl Library {
         Ok(found)
     }
 
-    /// Installs what there is and says in the log what that is: at the start, before a container waits for it.
-    pub fn announce(&self) {
-        match self.current() {
-            Ok(Ok(library)) => info!(?library, "library"),
-            Ok(Err(unusable)) => warn!(code = unusable.code(), error = %unusable, "no library"),
-            Err(error) => {
-                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "no library");
-            }
-        }
-    }
-
     /// A file that a power cut left behind under the same name is replaced: bound mounts keep the one that they have.
     fn install(&self, bytes: &[u8]) -> Result<PathBuf, Error> {
         let mut name = hex::encode(Sha256::digest(bytes));
         name.truncate(NAME_DIGITS);
         let folder = self.dir.join(name);
         let path = folder.join(FILE);
-        let _turn = INSTALLING.lock();
         if !fs::read(&path).is_ok_and(|there| there == bytes) {
             files::folder(&folder)?;
             files::replace(&path, bytes, 0o755)?;
@@ -158,19 +199,15 @@ impl Library {
         Ok(path)
     }
 
-    /// Removes versions that no grant's spec names. One that is found unneeded for the first time is only put into
-    /// `suspects`: a grant that is being prepared may name it a moment later.
-    ///
-    /// # Errors
-    /// [`Error::File`], also for a spec that cannot be read, which may name any of them.
-    pub fn sweep(&self, suspects: &mut BTreeSet<PathBuf>) -> Result<(), Error> {
-        let current = self.current()?.ok();
+    fn remove_unneeded(&self) -> Result<(), Error> {
+        let current = self.look()?.ok();
         let mut unneeded = folders(&self.dir);
         unneeded.retain(|folder| current.as_deref().and_then(Path::parent) != Some(folder));
         if !unneeded.is_empty() {
             let named = self.named()?;
             unneeded.retain(|folder| !named.iter().any(|path| path.starts_with(folder)));
         }
+        let mut suspects = self.suspects.lock();
         suspects.retain(|folder| unneeded.contains(folder));
         for folder in unneeded {
             if suspects.contains(&folder) {
@@ -269,24 +306,27 @@ mod tests {
 
     struct Node {
         root: tempfile::TempDir,
-        library: Library,
+        library: Arc<Library>,
     }
 
-    fn node() -> Node {
-        let root = tempfile::tempdir().unwrap();
-        let at = |name: &str| Some(root.path().join(name));
-        let settings = Settings::load(Args {
+    fn settings(root: &Path) -> Settings {
+        let at = |name: &str| Some(root.join(name));
+        Settings::load(Args {
             node_name: Some("n".to_owned()),
             hook_dir: at("vgpu"),
             hook_library: at("image/libvgpu.so"),
             cdi_dir: at("cdi"),
             ..Args::default()
         })
-        .unwrap();
+        .unwrap()
+    }
+
+    fn node() -> Node {
+        let root = tempfile::tempdir().unwrap();
         for folder in ["vgpu", "image", "cdi"] {
             fs::create_dir(root.path().join(folder)).unwrap();
         }
-        Node { library: Library::new(&settings), root }
+        Node { library: Library::new(&settings(root.path())), root }
     }
 
     impl Node {
@@ -299,7 +339,7 @@ mod tests {
         }
 
         fn current(&self) -> Result<PathBuf, &'static str> {
-            self.library.current().unwrap().map_err(|u| u.code())
+            self.library.look().unwrap().map_err(|u| u.code())
         }
 
         fn installed(&self) -> Vec<PathBuf> {
@@ -352,17 +392,16 @@ mod tests {
         let new = node.current().unwrap();
         assert_ne!(new, old);
         assert_eq!(fs::metadata(&old).unwrap().ino(), inode, "not touched");
-        let mut suspects = BTreeSet::new();
         for _ in 0..3 {
-            node.library.sweep(&mut suspects).unwrap();
+            node.library.remove_unneeded().unwrap();
         }
         assert_eq!(node.installed().len(), 2, "a spec names the old one");
         fs::write(&spec, "{").unwrap();
-        assert_eq!(node.library.sweep(&mut suspects).unwrap_err().code(), "FileFailed", "may name any");
+        assert_eq!(node.library.remove_unneeded().unwrap_err().code(), "FileFailed", "may name any");
         fs::remove_file(&spec).unwrap();
-        node.library.sweep(&mut suspects).unwrap();
+        node.library.remove_unneeded().unwrap();
         assert_eq!(node.installed().len(), 2, "a grant may just be on its way");
-        node.library.sweep(&mut suspects).unwrap();
+        node.library.remove_unneeded().unwrap();
         assert_eq!(node.installed(), [new.parent().unwrap()]);
         node.put(&library(1));
         assert_eq!(node.current().unwrap(), old, "the same content, the same name");
@@ -401,16 +440,49 @@ mod tests {
         node.put(&library(1));
         let path = node.current().unwrap();
         fs::write(&path, "").unwrap();
-        let settings_anew = Library {
-            source: node.at("image/libvgpu.so"),
-            dir: node.at("vgpu/lib"),
-            cdi_dir: node.at("cdi"),
-            cache: Mutex::default(),
-        };
-        assert_eq!(settings_anew.current().unwrap().unwrap(), path);
+        let another_run = Library::new(&settings(node.root.path()));
+        assert_eq!(another_run.look().unwrap().unwrap(), path);
         assert_eq!(fs::read(&path).unwrap(), library(1));
         fs::remove_dir_all(node.at("vgpu/lib")).unwrap();
-        assert_eq!(settings_anew.current().unwrap().unwrap(), path, "removed by hand");
+        assert_eq!(another_run.look().unwrap().unwrap(), path, "removed by hand");
         assert!(path.exists());
+    }
+
+    /// All parts of the agent have the same one, and ask at the same time, also while a version comes.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn whoever_asks_while_a_version_is_installed_gets_the_whole_of_it() {
+        let node = node();
+        for version in 1..=5 {
+            node.put(&library(version));
+            let asked: Vec<_> = (0..16)
+                .map(|_| {
+                    let one = Arc::clone(&node.library);
+                    tokio::spawn(async move {
+                        let path = one.current().await.unwrap().unwrap();
+                        fs::read(path).unwrap()
+                    })
+                })
+                .collect();
+            for answer in asked {
+                assert_eq!(answer.await.unwrap(), library(version));
+            }
+        }
+        let made: Vec<_> = node.installed().iter().flat_map(|f| fs::read_dir(f).unwrap()).collect();
+        assert_eq!((node.installed().len(), made.len()), (5, 5), "nothing half made stays");
+    }
+
+    /// On a runtime with one worker, somebody who waits for a file would keep all others waiting.
+    #[tokio::test]
+    #[expect(clippy::await_holding_lock, reason = "that others go on meanwhile is what is shown")]
+    async fn a_look_that_takes_long_keeps_nobody_else_waiting() {
+        let node = node();
+        node.put(&library(1));
+        let busy = node.library.cache.lock();
+        let one = Arc::clone(&node.library);
+        let asked = tokio::spawn(async move { one.current().await });
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        assert!(!asked.is_finished());
+        drop(busy);
+        assert!(asked.await.unwrap().unwrap().is_ok());
     }
 }

@@ -25,7 +25,7 @@ use crate::audit::Audit;
 use crate::checkpoint::{self, Owner};
 use crate::config::Settings;
 use crate::error::Error;
-use crate::state::{Grant, State};
+use crate::state::{Grant, State, Unenforced};
 use crate::world::{Driver, Refused, Shared};
 use driver_files::{DriverSpec, Finder};
 pub use grant::{CardView, Given, Question, Refusal, decide};
@@ -56,7 +56,7 @@ pub struct Preparer {
     state: State,
     audit: Audit,
     finder: Arc<Finder>,
-    library: Library,
+    library: Arc<Library>,
     locks: [tokio::sync::Mutex<()>; LOCKS],
 }
 
@@ -69,9 +69,9 @@ impl Preparer {
         state: State,
         audit: Audit,
         finder: Arc<Finder>,
+        library: Arc<Library>,
     ) -> Self {
         let locks = std::array::from_fn(|_| tokio::sync::Mutex::default());
-        let library = Library::new(&settings);
         Self { settings, shared, state, audit, finder, library, locks }
     }
 
@@ -149,7 +149,7 @@ impl Preparer {
         };
         self.wait(owner, deadline).await;
         let specs = self.finder.find().await;
-        let library = self.library.current().map_err(|source| Refusal::Failed { source })?;
+        let library = self.library.current().await.map_err(|source| Refusal::Failed { source })?;
         // Decided and counted under one lock: two calls never give the same capacity twice.
         let (given, again) = self.shared.change(|world| {
             let found = world.allocation_of(&owner.pod);
@@ -182,7 +182,7 @@ impl Preparer {
             Some(lock) => Some(lock.lock().await),
             None => None,
         };
-        let spec = self.spec(&given, grant, &specs, library.ok().as_deref())?;
+        let spec = self.spec(&given, grant, &specs, library.as_deref().ok())?;
         self.log(&given, grant, owner).await?;
         let record = Grant {
             grant: grant.clone(),
@@ -191,6 +191,10 @@ impl Preparer {
             container: owner.container.clone(),
             device_ids: owner.ids.iter().cloned().collect(),
             enforced: given.enforced,
+            unenforced: library.err().map(|unusable| Unenforced {
+                code: unusable.code().to_owned(),
+                message: unusable.in_report_mode(),
+            }),
         };
         self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
         // The kubelet may give the call up wherever it waits, so from here on nothing does: a spec on disk always has an

@@ -37,26 +37,47 @@ impl Default for ComputeWishes {
 /// [`RequestError::UnknownCorePolicy`] and [`RequestError::MalformedPriority`] for what is no value, or is not written
 /// in the pod itself.
 pub fn compute_wishes(container: &ContainerView) -> Result<ComputeWishes, RequestError> {
+    Ok(ComputeWishes { force: force(container)?, priority: priority(container)? })
+}
+
+/// Reads both variables of a container that is there already: what is wrong with one of them does not cost the other,
+/// and stands for the default, which is the stricter or the more modest.
+#[must_use]
+pub fn compute_wishes_as_far_as_read(container: &ContainerView) -> (ComputeWishes, Vec<RequestError>) {
+    let (mut wishes, mut wrong) = (ComputeWishes::default(), Vec::new());
+    match force(container) {
+        Ok(force) => wishes.force = force,
+        Err(error) => wrong.push(error),
+    }
+    match priority(container) {
+        Ok(priority) => wishes.priority = priority,
+        Err(error) => wrong.push(error),
+    }
+    (wishes, wrong)
+}
+
+fn force(container: &ContainerView) -> Result<bool, RequestError> {
     let name = || shown(&container.name);
-    let value = |key: &str| container.env.get(key).map(|v| v.as_deref().unwrap_or(FROM_ELSEWHERE));
-    let force = match value(CORE_POLICY) {
-        None => false,
-        Some(word) if word.eq_ignore_ascii_case("force") => true,
-        Some(word) if word.is_empty() || word.eq_ignore_ascii_case("default") => false,
+    match value(container, CORE_POLICY) {
+        None => Ok(false),
+        Some(word) if word.eq_ignore_ascii_case("force") => Ok(true),
+        Some(word) if word.is_empty() || word.eq_ignore_ascii_case("default") => Ok(false),
         Some(word) if word.eq_ignore_ascii_case("disable") => {
-            return Err(RequestError::CoreLimitLifted { container: name() });
+            Err(RequestError::CoreLimitLifted { container: name() })
         }
-        Some(word) => {
-            return Err(RequestError::UnknownCorePolicy { container: name(), value: shown(word) });
-        }
-    };
-    let priority = match value(TASK_PRIORITY) {
-        None => ComputeWishes::default().priority,
-        Some(text) => text
-            .parse()
-            .ok()
-            .filter(|priority: &i32| *priority >= 0)
-            .ok_or_else(|| RequestError::MalformedPriority { container: name(), value: shown(text) })?,
-    };
-    Ok(ComputeWishes { force, priority })
+        Some(word) => Err(RequestError::UnknownCorePolicy { container: name(), value: shown(word) }),
+    }
+}
+
+fn priority(container: &ContainerView) -> Result<i32, RequestError> {
+    let Some(text) = value(container, TASK_PRIORITY) else { return Ok(ComputeWishes::default().priority) };
+    let read = text.parse().ok().filter(|priority: &i32| *priority >= 0);
+    read.ok_or_else(|| RequestError::MalformedPriority {
+        container: shown(&container.name),
+        value: shown(text),
+    })
+}
+
+fn value<'a>(container: &'a ContainerView, key: &str) -> Option<&'a str> {
+    container.env.get(key).map(|v| v.as_deref().unwrap_or(FROM_ELSEWHERE))
 }

@@ -191,6 +191,23 @@ fn containers_that_no_limit_would_hold_are_refused() {
 }
 
 #[test]
+fn of_two_wishes_the_one_that_is_right_is_kept() {
+    for (policy, priority, want, codes) in [
+        ("force", "high", (true, 1), vec!["MalformedPriority"]),
+        ("disable", "0", (false, 0), vec!["CoreLimitLifted"]),
+        ("forced", "", (false, 1), vec!["UnknownCorePolicy", "MalformedPriority"]),
+    ] {
+        let mut view = container(&[(COUNT, "1")]);
+        for (key, value) in [(CORE_POLICY, policy), (TASK_PRIORITY, priority)] {
+            view.env.insert(key.to_owned(), Some(value.to_owned()));
+        }
+        let (wishes, wrong) = compute_wishes_as_far_as_read(&view);
+        assert_eq!((wishes.force, wishes.priority), want, "{policy}, {priority}");
+        assert_eq!(wrong.iter().map(RequestError::code).collect::<Vec<_>>(), codes);
+    }
+}
+
+#[test]
 fn compute_wishes_are_read_or_refused() {
     let plain = ComputeWishes::default();
     let forced = ComputeWishes { force: true, ..plain };
@@ -214,6 +231,10 @@ fn compute_wishes_are_read_or_refused() {
         let mut view = container(&[(COUNT, "1")]);
         view.env.insert(key.to_owned(), value.map(str::to_owned));
         assert_eq!(compute_wishes(&view).map_err(|e| e.code()), want, "{case}");
+        let (wishes, wrong) = compute_wishes_as_far_as_read(&view);
+        assert_eq!(wishes, want.unwrap_or(plain), "{case}, as far as read");
+        assert_eq!(wrong.first().map(|e| e.code()), want.err(), "{case}, as far as read");
+        assert!(wrong.len() <= 1, "{case}");
         // Only a creation is refused for it: a pod that is there already is placed and looked after.
         let mut pod = PodView { containers: vec![view], ..PodView::default() };
         let admitted = admit_pod(&pod, &Defaults::default()).map(|_| ()).map_err(|e| e.code());

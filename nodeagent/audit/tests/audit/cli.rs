@@ -82,10 +82,10 @@ async fn who_had_is_answered_for_now_and_then() {
     assert!(now.out.contains("team/train") && now.out.contains("prepared"), "{}", now.out);
     let then =
         ask(&at.path, &["who-had", "--card", CARD_A, "--at", "2020-01-01T00:00:00Z", "-o", "json"]).await;
-    assert_eq!((then.code, then.out.trim()), (Ok(0), "[]"));
+    assert_eq!((then.code, then.out.trim()), (Ok(3), "[]"));
     assert!(then.remarks.starts_with("nobody had GPU-aaaa"), "{}", then.remarks);
     let unknown = ask(&at.path, &["who-had", "--card", "GPU-typo"]).await;
-    assert!(unknown.remarks.contains("has never seen GPU-typo"), "{}", unknown.remarks);
+    assert!(unknown.remarks.contains("has never seen card GPU-typo"), "{}", unknown.remarks);
     log.close().await;
 }
 
@@ -97,6 +97,19 @@ async fn nothing_found_is_said_and_a_cut_list_too() {
     assert_eq!((none.code, none.out.as_str(), none.remarks.as_str()), (Ok(0), "", "no event matches\n"));
     let none = ask(&at.path, &["pod", "team/absent"]).await;
     assert_eq!(none.remarks, "no event of pod team/absent on this node\n");
+    // A script sees it in every form of the output; by its index a card is not known.
+    for output in ["table", "json", "yaml"] {
+        for (words, remark) in [
+            (["pod", "team/absent", "-o", output].as_slice(), "team/absent"),
+            (["who-had", "--card", "0", "-o", output].as_slice(), "never seen card 0"),
+        ] {
+            let none = ask(&at.path, words).await;
+            assert_eq!(none.code, Ok(3), "{words:?}");
+            assert!(none.remarks.contains(remark), "{words:?}: {}", none.remarks);
+        }
+    }
+    let help = Program::try_parse_from(["agent", "audit", "--help"]).err().unwrap().to_string();
+    assert!(help.contains("3 `who-had` or `pod` found nothing"), "{help}");
     let cut = ask(&at.path, &["list", "--limit", "2"]).await;
     assert_eq!(cut.out.lines().count(), 3);
     assert!(cut.remarks.contains("--limit 0"), "{}", cut.remarks);
@@ -155,7 +168,7 @@ async fn a_card_is_known_by_the_beginning_of_its_uuid() {
     assert_eq!(short.out, whole.out);
     assert!(short.out.contains("Prepared"), "{}", short.out);
     let none = ask(&at.path, &["who-had", "--card", "GPU-nobody"]).await;
-    assert!(none.remarks.contains("never seen GPU-nobody"), "{}", none.remarks);
+    assert!(none.remarks.contains("never seen card GPU-nobody"), "{}", none.remarks);
     let kind =
         Program::try_parse_from(["agent", "audit", "list", "--kind", "Prepard"]).err().unwrap().to_string();
     assert!(kind.contains("Prepard") && kind.contains("PrepareRefused"), "{kind}");

@@ -114,6 +114,7 @@ impl Node {
                 container: (*name).to_owned(),
                 device_ids: Vec::new(),
                 enforced: true,
+                unenforced: None,
             };
             self.world.grants.insert(grant, record);
         }
