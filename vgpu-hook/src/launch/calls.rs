@@ -7,7 +7,6 @@
 #![allow(clippy::missing_safety_doc, reason = "as the driver's function of that name")]
 
 use core::ffi::{c_int, c_uint, c_void};
-use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_pace::{Key, Size};
 
@@ -15,15 +14,13 @@ use super::events::{Driver, Handle};
 use super::pacer::{Paid, Request, give_back};
 use super::{Own, PACER};
 use crate::container::{self, Gate};
-use crate::cuda::{
-    CUenum, CUfunction, CUgraph, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams,
-};
+use crate::cuda::{CUfunction, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams};
 
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
 const LEGACY: Handle = 1;
-const PER_THREAD: Handle = 2;
+pub(super) const PER_THREAD: Handle = 2;
 
-fn stream_of(stream: CUstream, per_thread: bool) -> Handle {
+pub(super) fn stream_of(stream: CUstream, per_thread: bool) -> Handle {
     match stream.expose_provenance() {
         0 if per_thread => PER_THREAD,
         0 => LEGACY,
@@ -107,28 +104,19 @@ fn kernel_request(
     }
 }
 
-type Kernel = unsafe extern "C" fn(
-    CUfunction,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    CUstream,
-    *mut *mut c_void,
-    *mut *mut c_void,
-) -> CUresult;
-
+/// Launches of a kernel by its numbers; in brackets what a function is given behind its parameters.
 macro_rules! kernels {
-    ($($(#[$doc:meta])* $name:ident, $per_thread:literal;)*) => {$(
+    ($($(#[$doc:meta])* $name:ident, $per_thread:literal, [$($rest:ident: $type:ty)?];)*) => {$(
         $(#[$doc])*
         #[expect(clippy::too_many_arguments, reason = "the driver's")]
         pub(crate) unsafe fn $name(
-            real: Kernel, function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
+            real: unsafe extern "C" fn(
+                CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void
+                $(, $type)?
+            ) -> CUresult,
+            function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
             block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: CUstream,
-            parameters: *mut *mut c_void, extra: *mut *mut c_void,
+            parameters: *mut *mut c_void $(, $rest: $type)?
         ) -> CUresult {
             let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
             launch!(kernel_request(function, grid, block, stream, $per_thread), stream, $per_thread, {
@@ -136,7 +124,7 @@ macro_rules! kernels {
                 unsafe {
                     real(
                         function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream,
-                        parameters, extra,
+                        parameters $(, $rest)?
                     )
                 }
             })
@@ -145,51 +133,13 @@ macro_rules! kernels {
 }
 kernels! {
     /// `cuLaunchKernel`.
-    kernel, false;
+    kernel, false, [extra: *mut *mut c_void];
     /// `cuLaunchKernel_ptsz`.
-    kernel_ptsz, true;
-}
-
-type Cooperative = unsafe extern "C" fn(
-    CUfunction,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    c_uint,
-    CUstream,
-    *mut *mut c_void,
-) -> CUresult;
-
-macro_rules! cooperative_kernels {
-    ($($(#[$doc:meta])* $name:ident, $per_thread:literal;)*) => {$(
-        $(#[$doc])*
-        #[expect(clippy::too_many_arguments, reason = "the driver's")]
-        pub(crate) unsafe fn $name(
-            real: Cooperative, function: CUfunction, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint,
-            block_y: c_uint, block_z: c_uint, shared_bytes: c_uint, stream: CUstream,
-            parameters: *mut *mut c_void,
-        ) -> CUresult {
-            let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-            launch!(kernel_request(function, grid, block, stream, $per_thread), stream, $per_thread, {
-                // SAFETY: the program's own arguments.
-                unsafe {
-                    real(
-                        function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream,
-                        parameters,
-                    )
-                }
-            })
-        }
-    )*};
-}
-cooperative_kernels! {
+    kernel_ptsz, true, [extra: *mut *mut c_void];
     /// `cuLaunchCooperativeKernel`.
-    cooperative, false;
+    cooperative, false, [];
     /// `cuLaunchCooperativeKernel_ptsz`.
-    cooperative_ptsz, true;
+    cooperative_ptsz, true, [];
 }
 
 type KernelEx =
@@ -331,69 +281,3 @@ pub(crate) unsafe fn graph_exec_destroy(
     // SAFETY: the program's own argument.
     unsafe { real(graph) }
 }
-
-/// Counts a capture from before it begins, so that no event gets into it.
-fn capture(begin: impl FnOnce() -> CUresult) -> CUresult {
-    PACER.captures.fetch_add(1, Relaxed);
-    let result = begin();
-    if !result.is_ok() {
-        end_capture();
-    }
-    result
-}
-
-fn end_capture() {
-    // A program may end what it never began.
-    let _ = PACER.captures.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1));
-}
-
-/// `cuStreamBeginCapture` of CUDA 10.0.
-pub(crate) unsafe fn begin_capture_v1(
-    real: unsafe extern "C" fn(CUstream) -> CUresult,
-    stream: CUstream,
-) -> CUresult {
-    // SAFETY: the program's own argument.
-    capture(|| unsafe { real(stream) })
-}
-
-/// `cuStreamBeginCapture_v2`.
-pub(crate) unsafe fn begin_capture(
-    real: unsafe extern "C" fn(CUstream, CUenum) -> CUresult,
-    stream: CUstream,
-    mode: CUenum,
-) -> CUresult {
-    // SAFETY: the program's own arguments.
-    capture(|| unsafe { real(stream, mode) })
-}
-
-/// `cuStreamBeginCaptureToGraph`.
-pub(crate) unsafe fn begin_capture_to_graph(
-    real: unsafe extern "C" fn(CUstream, CUgraph, *const c_void, *const c_void, usize, CUenum) -> CUresult,
-    stream: CUstream,
-    graph: CUgraph,
-    dependencies: *const c_void,
-    edges: *const c_void,
-    count: usize,
-    mode: CUenum,
-) -> CUresult {
-    // SAFETY: the program's own arguments.
-    capture(|| unsafe { real(stream, graph, dependencies, edges, count, mode) })
-}
-
-/// `cuStreamEndCapture`. Any stream of a capture but the one that began it is refused, and the capture goes on or is
-/// broken; either way the one that began it has still to be ended.
-pub(crate) unsafe fn end_capture_of(
-    real: unsafe extern "C" fn(CUstream, *mut CUgraph) -> CUresult,
-    stream: CUstream,
-    graph: *mut CUgraph,
-) -> CUresult {
-    // SAFETY: the program's own arguments.
-    let result = unsafe { real(stream, graph) };
-    if result.is_ok() || CAPTURE_ENDED.contains(&result) {
-        end_capture();
-    }
-    result
-}
-
-/// `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED` and `_UNJOINED`: the stream is out of capture mode, there is no graph.
-const CAPTURE_ENDED: [CUresult; 2] = [CUresult(901), CUresult(904)];

@@ -1,8 +1,8 @@
 //! Measuring launches: a pair of events around one.
 //!
-//! While any stream is under capture nothing is measured: an event in a captured stream becomes part of the graph. What
-//! is done to events is done with the thread's capture mode set to relaxed, so that a capture which another thread begins
-//! meanwhile is not invalidated.
+//! Nothing is measured in a stream under capture, where an event would become part of the graph. What is done to events
+//! is done with the thread's capture mode set to relaxed, so that no capture is invalidated which is under way in another
+//! stream, or which another thread begins meanwhile.
 
 #![expect(unsafe_code, reason = "calls the driver")]
 
@@ -139,15 +139,10 @@ impl Events for Driver {
     }
 
     fn resident_threads(&self) -> Option<u64> {
-        let current = function!(cuCtxGetDevice: unsafe extern "C" fn(*mut CUdevice) -> CUresult)?;
+        let device = current_device()?;
         let attribute = function!(
             cuDeviceGetAttribute: unsafe extern "C" fn(*mut c_int, CUenum, CUdevice) -> CUresult
         )?;
-        let mut device = -1;
-        // SAFETY: a place for the answer.
-        if !unsafe { current(&raw mut device) }.is_ok() {
-            return None;
-        }
         let ask = |which| {
             let mut value = 0;
             // SAFETY: a place for the answer.
@@ -161,6 +156,14 @@ impl Events for Driver {
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT` and `_MAX_THREADS_PER_MULTIPROCESSOR`.
 const MULTIPROCESSOR_COUNT: CUenum = 16;
 const MAX_THREADS_PER_MULTIPROCESSOR: CUenum = 39;
+
+/// The card of the current context.
+pub(super) fn current_device() -> Option<CUdevice> {
+    let current = function!(cuCtxGetDevice: unsafe extern "C" fn(*mut CUdevice) -> CUresult)?;
+    let mut device = -1;
+    // SAFETY: a place for the answer.
+    unsafe { current(&raw mut device) }.is_ok().then_some(device)
+}
 
 /// Cards that this process sees.
 pub(super) fn device_count() -> Option<c_int> {

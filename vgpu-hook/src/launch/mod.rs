@@ -16,6 +16,7 @@
 //! | copies, memsets | nothing: copy engines are no SMs |
 
 mod calls;
+mod capture;
 mod events;
 mod lane;
 mod pacer;
@@ -23,6 +24,7 @@ mod pacer;
 mod tests;
 
 pub(crate) use calls::*;
+pub(crate) use capture::*;
 use lane::{Lane, Own};
 
 use pacer::Pacer;

@@ -8,6 +8,7 @@ use mullion_pace::{Admission, Correction, Costs, Key, Progress, Quote, SLICE_NS,
 use mullion_region::MAX_DEVICES;
 
 use super::Lane;
+use super::capture::Captures;
 use super::events::{Events, Handle, Measured, Sampler};
 use crate::cuda::CUresult;
 use crate::sys::{clock, futex_wait};
@@ -58,8 +59,7 @@ impl Local {
 pub(super) struct Pacer {
     pub(super) costs: Costs,
     pub(super) sampler: Sampler,
-    /// Streams under capture.
-    pub(super) captures: AtomicU32,
+    pub(super) captures: Captures,
     local: [Local; MAX_DEVICES],
 }
 
@@ -90,7 +90,7 @@ impl Pacer {
         Self {
             costs: Costs::new(),
             sampler: Sampler::new(),
-            captures: AtomicU32::new(0),
+            captures: Captures::new(),
             local: [const {
                 Local {
                     launches: AtomicU32::new(0),
@@ -112,7 +112,7 @@ impl Pacer {
         stream: impl FnOnce() -> Handle,
         events: &impl Events,
     ) -> bool {
-        if self.captures.load(Relaxed) != 0 && events.capturing(stream()) {
+        if self.captures.any() && self.captures.hold(stream(), events) {
             return false;
         }
         self.stamp(lane);
@@ -146,7 +146,6 @@ impl Pacer {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "its only caller stands apart already")]
     pub(super) fn pay(&self, lane: &impl Lane, request: &Request, events: &impl Events) -> Paid {
-        let measurable = self.captures.load(Relaxed) == 0;
         let (Some(terms), Some(local)) = (lane.terms(), self.local.get(lane.index())) else {
             return Paid::NOTHING;
         };
@@ -154,9 +153,9 @@ impl Pacer {
             && lane.bucket().admit_at_past(local.now.load(Relaxed), known.ns, terms)
         {
             local.spent(known.ns);
-            return Paid::new(known.ns, known.book() && measurable);
+            return Paid::new(known.ns, known.book());
         }
-        let Some(quote) = self.admit(lane, local, terms, request, measurable, events) else {
+        let Some(quote) = self.admit(lane, local, terms, request, true, events) else {
             return Paid::NOTHING;
         };
         local.spent(quote.ns);
@@ -174,7 +173,13 @@ impl Pacer {
         call: impl FnOnce() -> CUresult,
     ) -> CUresult {
         self.poll(lane, events);
-        let result = self.sampler.measure(lane.index(), request.key, request.stream, events, call);
+        // It may have waited since that was asked.
+        let captured = self.captures.any() && self.captures.hold(request.stream, events);
+        let result = if captured {
+            call()
+        } else {
+            self.sampler.measure(lane.index(), request.key, request.stream, events, call)
+        };
         if !result.is_ok() {
             give_back(lane, paid);
         }

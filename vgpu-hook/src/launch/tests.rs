@@ -15,6 +15,7 @@ use mullion_pace::policy::{GATED, JUST_LAUNCHED, Policy};
 use mullion_pace::{Correction, Key, SCALE_ONE, Size};
 
 use super::Lane;
+use super::capture::Capture;
 use super::events::{Events, Handle, Query};
 use super::pacer::{Pacer, Request};
 use crate::container::{CardWords, HamiTail, Page, PageCard};
@@ -240,17 +241,31 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
 #[test]
 fn a_captured_launch_is_neither_charged_nor_measured() {
     let (files, pacer, mut fake) = (Files::new(10), pacer(None), Fake::new(0));
-    pacer.captures.store(1, Relaxed);
+    pacer.captures.add(Capture { stream: 9, context: 7, device: 0, graphics: false });
     fake.captured = true;
     let tat = files.words.tat.load(Relaxed);
     for _ in 0..100 {
         let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
     }
     assert_eq!(files.words.tat.load(Relaxed), tat);
-    // A launch into another stream meanwhile is charged by its guess, and not measured.
+    assert!(fake.log.borrow().is_empty());
+    // A launch into another stream meanwhile is charged and measured: a capture may last as long as its program likes.
     fake.captured = false;
     let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
-    assert!(files.words.tat.load(Relaxed) > tat && fake.log.borrow().is_empty());
+    assert!(files.words.tat.load(Relaxed) > tat && pacer.sampler.flying());
+}
+
+#[test]
+fn a_stream_that_is_captured_while_its_launch_waits_gets_no_event() {
+    let (files, pacer, mut fake) = (Files::new(50), pacer(None), Fake::new(0));
+    let lane = files.lane(None);
+    assert!(pacer.has_to_pay(&lane, || 1, &fake));
+    let paid = pacer.pay(&lane, &request(), &fake);
+    assert!(paid.is_sample());
+    pacer.captures.add(Capture { stream: 1, context: 7, device: 0, graphics: false });
+    fake.captured = true;
+    let _ = pacer.measured(&lane, &request(), paid, &fake, || CUresult::SUCCESS);
+    assert!(fake.log.borrow().is_empty() && !pacer.sampler.flying());
 }
 
 /// Launches on another thread while `change` is made; how long it took.

@@ -6,6 +6,7 @@ use core::ffi::{c_char, c_int, c_uint, c_void};
 
 use super::table;
 use crate::cuda::*;
+use crate::launch;
 use crate::memory;
 
 table! { Cuda;
@@ -54,17 +55,17 @@ table! { Cuda;
     cuMemUnmap(pointer: CUdeviceptr, size: usize) -> CUresult, since 10020, Release: memory::unmap;
 
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice) -> CUresult, since 7000, Memory: memory::primary_retain;
-    cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> CUresult, since 11000, Release: memory::primary_end;
-    cuDevicePrimaryCtxRelease(device: CUdevice) -> CUresult, since 7000, Release: memory::primary_end;
-    cuDevicePrimaryCtxReset_v2(device: CUdevice) -> CUresult, since 11000, Release: memory::primary_end;
-    cuDevicePrimaryCtxReset(device: CUdevice) -> CUresult, since 7000, Release: memory::primary_end;
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice) -> CUresult, since 11000, Release: launch::primary_release;
+    cuDevicePrimaryCtxRelease(device: CUdevice) -> CUresult, since 7000, Release: launch::primary_release;
+    cuDevicePrimaryCtxReset_v2(device: CUdevice) -> CUresult, since 11000, Release: launch::primary_reset;
+    cuDevicePrimaryCtxReset(device: CUdevice) -> CUresult, since 7000, Release: launch::primary_reset;
     cuCtxCreate(context: *mut CUcontext, flags: c_uint, device: CUdevice) -> CUresult, since 2000, Memory: memory::context_create;
     cuCtxCreate_v2(context: *mut CUcontext, flags: c_uint, device: CUdevice) -> CUresult, since 3020, Memory: memory::context_create;
     cuCtxCreate_v3(context: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice) -> CUresult, since 11040, Memory: memory::context_create_v3;
     cuCtxCreate_v4(context: *mut CUcontext, parameters: *mut c_void, flags: c_uint, device: CUdevice) -> CUresult, since 12050, Memory: memory::context_create_v4;
-    cuCtxDestroy_v2(context: CUcontext) -> CUresult, since 4000, Release: memory::context_destroy;
-    cuCtxDestroy(context: CUcontext) -> CUresult, since 2000, Release: memory::context_destroy;
-    cuCtxDetach(context: CUcontext) -> CUresult, since 2000, Release: memory::context_detach;
+    cuCtxDestroy_v2(context: CUcontext) -> CUresult, since 4000, Release: launch::context_destroy;
+    cuCtxDestroy(context: CUcontext) -> CUresult, since 2000, Release: launch::context_destroy;
+    cuCtxDetach(context: CUcontext) -> CUresult, since 2000, Release: launch::context_detach;
     cuCtxSetLimit(limit: CUenum, value: usize) -> CUresult, since 3010, Memory: memory::context_set_limit;
     cuGreenCtxCreate(context: *mut CUgreenCtx, resources: CUdevResourceDesc, device: CUdevice, flags: c_uint) -> CUresult, since 12040, Memory: memory::green_create;
     cuGreenCtxDestroy(context: CUgreenCtx) -> CUresult, since 12040, Release: memory::green_destroy;
