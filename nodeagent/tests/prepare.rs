@@ -385,6 +385,13 @@ async fn a_call_that_is_given_up_leaves_no_spec_without_an_owner() {
     assert!(given_up > 0 && done > 0, "{given_up} given up, {done} done");
 }
 
+/// A small shared library of this machine, whichever it is: the loader's own maps show one.
+fn some_library() -> PathBuf {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let is_libc = |word: &&str| word.contains("/libc.so") || word.contains("/libc-");
+    maps.split_whitespace().find(is_libc).unwrap().into()
+}
+
 /// With the library on the node a container gets exactly that file, whatever comes later.
 #[tokio::test]
 async fn a_container_gets_the_library_of_its_time() {
@@ -398,10 +405,7 @@ async fn a_container_gets_the_library_of_its_time() {
     assert_eq!(node.prepare(&["slot-0000"]).await, Err("HookMissing"));
     std::fs::write(&node.settings.hook_library, "no library").unwrap();
     assert_eq!(node.prepare(&["slot-0000"]).await, Err("HookInvalid"));
-    // A small shared library of this machine, whichever it is: the loader's own maps show one.
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let libc =
-        maps.split_whitespace().find(|word| word.contains("/libc.so") || word.contains("/libc-")).unwrap();
+    let libc = &some_library();
     std::fs::copy(libc, &node.settings.hook_library).unwrap();
     node.prepare(&["slot-0000"]).await.unwrap();
     let mounts = |spec: &Value| {
@@ -458,7 +462,7 @@ async fn a_container_without_limits_has_the_reason_on_record() {
     let kept = |grants: Vec<mullion_nodeagent::state::Grant>| {
         let [grant] = grants.as_slice() else { panic!("{grants:?}") };
         let why = grant.unenforced.clone().unwrap();
-        assert!(!grant.enforced && why.message.contains("containers run without limits"), "{why:?}");
+        assert!(!grant.enforced && why.message.contains("without limits"), "{why:?}");
         why.code
     };
     node.prepare(&["slot-0000"]).await.unwrap();
@@ -467,4 +471,29 @@ async fn a_container_without_limits_has_the_reason_on_record() {
     node.prepare(&["slot-0000"]).await.unwrap();
     assert_eq!(kept(node.state.grants().await.unwrap()), "HookInvalid");
     assert_eq!(kept(node.shared.read(|w| w.grants.values().cloned().collect())), "HookInvalid");
+    // The spec that it started with stays, so the library that comes now is not in it; and where limits are required,
+    // it is no spec to start with.
+    std::fs::copy(some_library(), &node.settings.hook_library).unwrap();
+    node.prepare(&["slot-0000"]).await.unwrap();
+    assert_eq!(kept(node.state.grants().await.unwrap()), "GrantWithoutLibrary");
+    node.state.close().await;
+    node.audit.close().await;
+    let Node { root, mut settings, shared, .. } = node;
+    settings.enforcement = Enforcement::Required;
+    let node = Node::start(root, settings, shared).await;
+    assert_eq!(node.prepare(&["slot-0000"]).await, Err("GrantChanged"));
+}
+
+/// The other way round: a library that has left the node is still in what the container was given.
+#[tokio::test]
+async fn a_container_keeps_its_limits_when_the_library_leaves_the_node() {
+    let node = Node::new(true).await;
+    node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
+    std::fs::copy(some_library(), &node.settings.hook_library).unwrap();
+    for _ in 0..2 {
+        node.prepare(&["slot-0000"]).await.unwrap();
+        let grants = node.state.grants().await.unwrap();
+        assert!(grants[0].enforced && grants[0].unenforced.is_none(), "{grants:?}");
+        let _ = std::fs::remove_file(&node.settings.hook_library);
+    }
 }

@@ -201,6 +201,13 @@ pub fn still_true(old: &Spec, new: &Spec, exists: impl Fn(&str) -> bool) -> bool
     old.nodes() == new.nodes() && old.mounts.iter().all(|m| exists(&m.host_path))
 }
 
+/// Whether a grant's spec mounts something at `path` of the container.
+#[must_use]
+pub fn mounts(spec: &Spec, path: &str) -> bool {
+    let mut mounts = spec.devices.iter().flat_map(|d| &d.container_edits.mounts);
+    mounts.any(|m| m.container_path == path)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -155,8 +155,8 @@ pub enum Refusal {
     #[error("the card's driver files are not known")]
     CdiDeviceMissing { source: NoDevice },
     #[error(
-        "grant {grant} would have to change within a boot (the driver or the card's device node was replaced): the pod \
-         is placed anew"
+        "grant {grant} would have to change within a boot (the driver or the card's device node was replaced, or it was \
+         made without the library and limits are required now): the pod is placed anew"
     )]
     GrantChanged { grant: String },
     #[error("not prepared")]

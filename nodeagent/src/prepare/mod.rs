@@ -23,13 +23,13 @@ use tracing::{Span, debug, info, instrument, warn};
 
 use crate::audit::Audit;
 use crate::checkpoint::{self, Owner};
-use crate::config::Settings;
+use crate::config::{Enforcement, Settings};
 use crate::error::Error;
 use crate::state::{Grant, State, Unenforced};
 use crate::world::{Driver, Refused, Shared};
 use driver_files::{DriverSpec, Finder};
 pub use grant::{CardView, Given, Question, Refusal, decide};
-use library::Library;
+use library::{Library, Unusable};
 
 /// Where the container finds its control page.
 pub const PAGE_IN_CONTAINER: &str = "/usr/local/vgpu/control.page";
@@ -151,7 +151,7 @@ impl Preparer {
         let specs = self.finder.find().await;
         let library = self.library.current().await.map_err(|source| Refusal::Failed { source })?;
         // Decided and counted under one lock: two calls never give the same capacity twice.
-        let (given, again) = self.shared.change(|world| {
+        let (mut given, again) = self.shared.change(|world| {
             let found = world.allocation_of(&owner.pod);
             let (allocation, standing) = match &found {
                 Some((fact, standing)) => (Some(*fact), standing.as_ref()),
@@ -183,6 +183,12 @@ impl Preparer {
             None => None,
         };
         let spec = self.spec(&given, grant, &specs, library.as_deref().ok())?;
+        let standing = self.standing(grant, &spec)?;
+        // What the container gets is what stands in the spec, whatever has come to the node or left it since.
+        given.enforced = cdi::mounts(standing.as_ref().unwrap_or(&spec), LIBRARY_IN_CONTAINER);
+        if !given.enforced && self.settings.enforcement == Enforcement::Required {
+            return Err(Refusal::GrantChanged { grant: grant.clone() });
+        }
         self.log(&given, grant, owner).await?;
         let record = Grant {
             grant: grant.clone(),
@@ -191,16 +197,13 @@ impl Preparer {
             container: owner.container.clone(),
             device_ids: owner.ids.iter().cloned().collect(),
             enforced: given.enforced,
-            unenforced: library.err().map(|unusable| Unenforced {
-                code: unusable.code().to_owned(),
-                message: unusable.in_report_mode(),
-            }),
+            unenforced: (!given.enforced).then(|| unenforced(library.as_ref().err())),
         };
         self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
         // The kubelet may give the call up wherever it waits, so from here on nothing does: a spec on disk always has an
         // owner, whose release removes it.
         let before = self.shared.change(|world| world.grants.insert(grant.clone(), record));
-        if let Err(refusal) = self.write(&given, grant, &spec) {
+        if let Err(refusal) = self.write(&given, grant, standing.is_none().then_some(&spec)) {
             if before.is_none() {
                 self.shared.change(|world| world.grants.remove(grant));
             }
@@ -289,7 +292,21 @@ impl Preparer {
         Ok(())
     }
 
-    fn write(&self, given: &Given, grant: &str, spec: &cdi::Spec) -> Result<(), Refusal> {
+    /// The spec that this grant has already. The runtime may have it in its cache: another content under the same name is
+    /// never written.
+    fn standing(&self, grant: &str, spec: &cdi::Spec) -> Result<Option<cdi::Spec>, Refusal> {
+        let exists = |path: &str| Path::new(path).exists();
+        let there = std::fs::read(self.settings.cdi_dir.join(cdi::file_name(grant))).ok();
+        match there.map(|bytes| serde_json::from_slice::<cdi::Spec>(&bytes)) {
+            Some(Ok(old)) if cdi::still_true(&old, spec, exists) => Ok(Some(old)),
+            Some(Ok(_)) => Err(Refusal::GrantChanged { grant: grant.to_owned() }),
+            // Not one of our files, since those are renamed into place whole.
+            Some(Err(_)) | None => Ok(None),
+        }
+    }
+
+    /// Writes the grant's files, and its `spec` where it has none.
+    fn write(&self, given: &Given, grant: &str, spec: Option<&cdi::Spec>) -> Result<(), Refusal> {
         let (page, usage) = grant::pages(given, grant, self.settings.enforcement)?;
         let failed = |source| Refusal::Failed { source };
         let pages = self.settings.pages_dir();
@@ -304,16 +321,9 @@ impl Preparer {
                 files::replace(&preload, want.as_bytes(), 0o644).map_err(failed)?;
             }
         }
+        let Some(spec) = spec else { return Ok(()) };
         files::folder(&self.settings.cdi_dir).map_err(failed)?;
         let path = self.settings.cdi_dir.join(cdi::file_name(grant));
-        let exists = |path: &str| Path::new(path).exists();
-        match std::fs::read(&path).ok().map(|bytes| serde_json::from_slice::<cdi::Spec>(&bytes)) {
-            Some(Ok(old)) if cdi::still_true(&old, spec, exists) => return Ok(()),
-            // The runtime may have it in its cache: another content under the same name is never written.
-            Some(Ok(_)) => return Err(Refusal::GrantChanged { grant: grant.to_owned() }),
-            // Not one of our files, since those are renamed into place whole.
-            Some(Err(_)) | None => {}
-        }
         let text = serde_json::to_vec_pretty(spec)
             .map_err(|source| failed(Error::StateValue { what: "CDI spec", source }))?;
         files::replace(&path, &text, 0o644).map_err(failed)
@@ -362,6 +372,20 @@ impl Preparer {
 #[must_use]
 pub fn container_folder(settings: &Settings, pod: &str, container: &str) -> std::path::PathBuf {
     settings.containers_dir().join(format!("{pod}_{container}"))
+}
+
+/// Why a container starts without the library.
+fn unenforced(unusable: Option<&Unusable>) -> Unenforced {
+    let (code, message) = match unusable {
+        Some(unusable) => (unusable.code(), unusable.in_report_mode()),
+        None => (
+            "GrantWithoutLibrary",
+            "the container first started while the node had no library, and what it is given does not change: it runs \
+             without limits until its pod is deleted"
+                .to_owned(),
+        ),
+    };
+    Unenforced { code: code.to_owned(), message }
 }
 
 fn lock_of(pod: &str) -> usize {
