@@ -346,6 +346,35 @@ fn pools_are_charged_with_what_they_hold() {
     assert_eq!(session.agree("freed by cuMemFree"), 0);
 }
 
+/// What a destroyed pool holds goes with its last allocation: nobody can ask the pool any more, and no later call need come.
+#[test]
+#[ignore = "needs the built library"]
+fn a_destroyed_pool_gives_up_what_it_holds_with_its_last_allocation() {
+    let place = Place::new().limited(256 * MIB);
+    let mut session = place.ready();
+    for (case, last) in [
+        ("cuMemFree, which waits", &["free x"][..]),
+        ("cuMemFreeAsync, and its stream has come to it", &["free-async x", "sync-stream"]),
+        ("cuMemFreeAsync, and all streams have", &["free-async x", "sync"]),
+    ] {
+        session.done("pool p");
+        session.done("from-pool x p 40000000");
+        session.done("from-pool y p 90000000");
+        let held = session.agree(case);
+        assert!(held >= 120 * MIB, "{case}: {held}");
+        session.done("destroy-pool p");
+        assert_eq!(session.agree(case), held, "{case}: destroyed with two allocations left");
+        session.done("free y");
+        assert_eq!(session.agree(case), held, "{case}: one left");
+        for step in last {
+            session.done(step);
+        }
+        assert_eq!(session.agree(case), 0, "{case}: none left");
+        session.done("alloc all 268435456");
+        session.done("free all");
+    }
+}
+
 #[test]
 #[ignore = "needs the built library"]
 fn graphs_are_charged_when_they_run() {

@@ -39,6 +39,7 @@ res cuGreenCtxCreate(void **, void *, int, unsigned);
 res cuGreenCtxDestroy(void *);
 res cuCtxSetLimit(unsigned, size_t);
 res cuCtxSynchronize(void);
+res cuStreamSynchronize(void *);
 res cuMemAlloc_v2(ptr *, size_t);
 res cuMemAlloc(unsigned *, unsigned);
 res cuMemFree_v2(ptr);
@@ -111,14 +112,14 @@ static void answer(const char *name, res result, ptr value) {
 static void *freeing(void *name) { return (void *)(uintptr_t)cuMemFree_v2(get(name)); }
 static void *starting(void *unused) { return (void *)(uintptr_t)cuInit(0); }
 
-// Takes and gives memory of all sizes, in an order of its own.
-static atomic_int hammered;
+// Takes and gives memory of all sizes, in an order of its own; until it is told to stop where `churning` is not 0.
+static atomic_int hammered, churning;
 static void *hammering(void *context) {
   unsigned long long seed = 88172645463325252ull ^ (uintptr_t)&seed;
   ptr held[16] = { 0 };
   int async[16] = { 0 };
   if (cuCtxSetCurrent(context)) return 0;
-  for (int i = 0; i < 4000; i++) {
+  for (int i = 0; churning ? churning > 0 : i < 4000; i++) {
     seed ^= seed << 13; seed ^= seed >> 7; seed ^= seed << 17;
     int at = seed % 16;
     if (held[at]) {
@@ -136,6 +137,9 @@ static void *hammering(void *context) {
     if (held[at] && (async[at] ? cuMemFreeAsync(held[at], 0) : cuMemFree_v2(held[at]))) hammered++;
   return 0;
 }
+
+static pthread_t churner[8];
+static int churners;
 
 static void steps(FILE *in);
 
@@ -221,8 +225,9 @@ static void step(char *line, FILE *in) {
   else if (IS("unmap")) printf("%d\n", cuMemUnmap(get(a) + m, n));
   else if (IS("retain")) { res r = cuMemRetainAllocationHandle(&place, (void *)(uintptr_t)(get(b) + m)); answer(a, r, place); }
   else if (IS("module")) {
-    char *text = malloc(n + 1); memset(text, ' ', n); memcpy(text, ".version 8.0\n", 13); text[n] = 0;
-    res r = cuModuleLoadData(&thing, text); free(text); answer(a, r, (uintptr_t)thing);
+    // An ELF file whose section headers, none, lie at its end.
+    ptr image[8] = { 0x464c457f, 0, 0, 0, 0, n };
+    res r = cuModuleLoadData(&thing, image); answer(a, r, (uintptr_t)thing);
   }
   else if (IS("unload")) printf("%d\n", cuModuleUnload(handle(a)));
   else if (IS("graph")) {
@@ -237,6 +242,7 @@ static void step(char *line, FILE *in) {
   }
   else if (IS("launch")) printf("%d\n", cuGraphLaunch(handle(a), 0));
   else if (IS("destroy-graph")) printf("%d\n", cuGraphExecDestroy(handle(a)));
+  else if (IS("sync-stream")) printf("%d\n", cuStreamSynchronize(0));
   else if (IS("trim-graphs")) printf("%d\n", cuDeviceGraphMemTrim(atoi(a)));
   else if (IS("info")) { size_t free = 1, total = 2; res r = cuMemGetInfo_v2(&free, &total); printf("%d %zu %zu\n", r, free, total); }
   else if (IS("info-free")) { size_t free = 1; res r = cuMemGetInfo_v2(&free, 0); printf("%d %zu\n", r, free); }
@@ -248,6 +254,17 @@ static void step(char *line, FILE *in) {
     pthread_t t[8]; void *context = 0; cuCtxGetCurrent(&context); hammered = 0;
     for (int i = 0; i < 8; i++) pthread_create(&t[i], 0, hammering, context);
     for (int i = 0; i < 8; i++) pthread_join(t[i], 0);
+    printf("%d\n", hammered);
+  }
+  else if (IS("churn")) {
+    void *context = 0; cuCtxGetCurrent(&context); hammered = 0; churning = 1; churners = atoi(a);
+    for (int i = 0; i < churners; i++) pthread_create(&churner[i], 0, hammering, context);
+    printf("0\n");
+  }
+  else if (IS("stop")) {
+    churning = -1;
+    for (int i = 0; i < churners; i++) pthread_join(churner[i], 0);
+    churning = 0;
     printf("%d\n", hammered);
   }
   else if (IS("export")) {

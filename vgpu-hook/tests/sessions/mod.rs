@@ -92,6 +92,18 @@ impl Place {
         session
     }
 
+    /// A process of another container, by its usage file, on the same cards; or of this one. It allocates and frees at full speed
+    /// until it is told to `stop`.
+    pub fn busy(&self, usage: &str) -> Session {
+        let mut command = self.command("session");
+        command.env("CUDA_DEVICE_MEMORY_SHARED_CACHE", self.path(usage));
+        let mut session = Session::start(command);
+        session.done("init");
+        session.done("primary 0");
+        session.done("churn 2");
+        session
+    }
+
     /// Our part of the usage file.
     pub fn hot(&self) -> Hot {
         let mut bytes = vec![0; extension::HOT_LEN];

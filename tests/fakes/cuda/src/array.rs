@@ -13,7 +13,7 @@ use crate::abi::{
 use crate::driver::Driver;
 use crate::gate::entry;
 use crate::memory::Backing;
-use crate::space::{UNIT, round_up};
+use crate::space::{UNIT, Use, round_up};
 
 /// `CUDA_ARRAY3D_LAYERED`, `_SPARSE`, `_DEFERRED_MAPPING`.
 const LAYERED: c_uint = 0x01;
@@ -73,7 +73,7 @@ impl Driver {
         let levels = levels.clamp(1, most);
         let bytes = all_bytes(&shape, levels)?;
         let (address, backing) = if shape.flags & (SPARSE | DEFERRED) == 0 {
-            self.obtain(context.ordinal, bytes)?
+            self.obtain(context.ordinal, bytes, Use::Array)?
         } else {
             (0, Backing::Nothing)
         };

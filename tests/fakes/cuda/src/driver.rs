@@ -8,7 +8,7 @@ use crate::abi::{Code, Device, DevicePtr, Handle};
 use crate::cards::{CardInfo, Node};
 use crate::context::Context;
 use crate::memory::{Alloc, Backing};
-use crate::space::{BLOCK, LARGEST_PIECE, Pieces, Space, round_up};
+use crate::space::{BLOCK, LARGEST_PIECE, Shared, Space, Use, round_up};
 
 /// Handles start here, 64 apart, over all kinds of objects: far from real addresses, so a mix-up is found and not followed.
 const FIRST_HANDLE: usize = 0x4655_4441_0000;
@@ -27,7 +27,7 @@ pub(crate) struct Driver {
     /// By ordinal; none while inactive.
     pub(crate) primaries: Vec<crate::context::Primary>,
     pub(crate) space: Space,
-    pub(crate) pieces: Vec<Pieces>,
+    pub(crate) shared: Vec<Shared>,
     pub(crate) allocs: BTreeMap<DevicePtr, Alloc>,
     pub(crate) objects: crate::objects::Objects,
     next: usize,
@@ -60,7 +60,7 @@ impl Driver {
             contexts: HashMap::new(),
             primaries: Vec::new(),
             space: Space::reserve(),
-            pieces: (0..count).map(|_| Pieces::default()).collect(),
+            shared: (0..count).map(|_| Shared::default()).collect(),
             allocs: BTreeMap::new(),
             objects: crate::objects::Objects::default(),
             next: FIRST_HANDLE,
@@ -127,21 +127,27 @@ impl Driver {
     }
 
     /// Memory of a card by the rule of [`crate::space`], with addresses.
-    pub(crate) fn obtain(&mut self, ordinal: usize, size: u64) -> Result<(DevicePtr, Backing), Code> {
+    pub(crate) fn obtain(
+        &mut self,
+        ordinal: usize,
+        size: u64,
+        what: Use,
+    ) -> Result<(DevicePtr, Backing), Code> {
         if size > LARGEST_PIECE {
             let length = round_up(size, BLOCK);
             self.charge(ordinal, length)?;
             let address = self.space.take(length, BLOCK).inspect_err(|_| self.uncharge(ordinal, length))?;
             return Ok((address, Backing::Blocks(length)));
         }
-        if let Some(address) = self.pieces[ordinal].take(size) {
-            return Ok((address, Backing::Piece(size)));
+        if let Some(address) = self.shared[ordinal].of(what).take(size) {
+            return Ok((address, Backing::Piece(size, what)));
         }
         self.charge(ordinal, BLOCK)?;
         let block = self.space.take(BLOCK, BLOCK).inspect_err(|_| self.uncharge(ordinal, BLOCK))?;
-        self.pieces[ordinal].add_block(block);
-        let address = self.pieces[ordinal].take(size).ok_or(Code::OUT_OF_MEMORY)?;
-        Ok((address, Backing::Piece(size)))
+        let pieces = self.shared[ordinal].of(what);
+        pieces.add_block(block);
+        let address = pieces.take(size).ok_or(Code::OUT_OF_MEMORY)?;
+        Ok((address, Backing::Piece(size, what)))
     }
 
     /// Gives back what [`Self::obtain`] gave.
@@ -151,8 +157,8 @@ impl Driver {
                 self.space.give(address, length);
                 self.uncharge(ordinal, length);
             }
-            Backing::Piece(size) => {
-                if let Some(block) = self.pieces[ordinal].give(address, size) {
+            Backing::Piece(size, what) => {
+                if let Some(block) = self.shared[ordinal].of(what).give(address, size) {
                     self.space.give(block, BLOCK);
                     self.uncharge(ordinal, BLOCK);
                 }

@@ -7,7 +7,7 @@ use crate::abi::{Code, DevicePtr, Handle, Location, ON_DEVICE, Opaque, Out};
 use crate::context::current;
 use crate::driver::Driver;
 use crate::gate::{entry, hot};
-use crate::space::{BLOCK, LARGEST_PIECE, UNIT, round_up};
+use crate::space::{BLOCK, LARGEST_PIECE, UNIT, Use, round_up};
 use crate::stub;
 
 /// Row alignment of pitched memory. `CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT` is 32, yet the driver answers multiples of 512.
@@ -40,8 +40,8 @@ pub(crate) enum Kind {
 pub(crate) enum Backing {
     /// Blocks of its own.
     Blocks(u64),
-    /// A piece of a shared block.
-    Piece(u64),
+    /// A piece of a block that is shared with others of the same use.
+    Piece(u64, Use),
     /// Addresses alone.
     Addresses(u64),
     /// Not even those.
@@ -70,7 +70,7 @@ impl Driver {
         if size == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let (address, backing) = self.obtain(context.ordinal, size)?;
+        let (address, backing) = self.obtain(context.ordinal, size, Use::Linear)?;
         self.record(address, size, backing, context.ordinal, Some(context.handle), kind);
         Ok(address)
     }

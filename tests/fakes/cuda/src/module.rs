@@ -17,6 +17,7 @@ use crate::abi::{Code, DevicePtr, Handle, Opaque, Out, Text};
 use crate::driver::{Driver, number};
 use crate::gate::entry;
 use crate::memory::Backing;
+use crate::space::Use;
 
 /// Threads that an SM holds at once.
 const THREADS_PER_SM: u64 = 2048;
@@ -113,7 +114,7 @@ impl Driver {
             current.clone()?;
         }
         let (context, ordinal) = current.map_or((None, 0), |c| (Some(c.handle), c.ordinal));
-        let (address, backing) = self.obtain(ordinal, size.max(1))?;
+        let (address, backing) = self.obtain(ordinal, size.max(1), Use::Code)?;
         let module = Module {
             context: context.filter(|_| !library),
             ordinal,

@@ -5,7 +5,7 @@
 //!
 //! The rule (observed on cards of the last generations with driver branches 535 to 570, by watching `cuMemGetInfo`): a card gives
 //! memory in blocks of 2 MiB. A request of up to 1 MiB is cut out of a block in units of 512 bytes, and a block
-//! goes back when its last piece does; a larger one gets whole blocks of its own.
+//! goes back when its last piece does; a larger one gets whole blocks of its own. Linear memory, arrays and code share no blocks.
 #![expect(unsafe_code, reason = "reserves an address range")]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -165,7 +165,26 @@ fn forget(start: u64, length: u64) {
     unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(start), length, libc::MADV_DONTNEED) };
 }
 
-/// Pieces of the blocks of one card.
+/// What a block's pieces are: those of different uses share no block, because pages of arrays are of a kind of their own (tiles), and code
+/// lies in a range of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    Linear,
+    Array,
+    Code,
+}
+
+/// The shared blocks of one card, by use.
+#[derive(Debug, Default)]
+pub(crate) struct Shared([Pieces; 3]);
+
+impl Shared {
+    pub(crate) fn of(&mut self, what: Use) -> &mut Pieces {
+        &mut self.0[what as usize]
+    }
+}
+
+/// Pieces of the blocks of one card and use.
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     free: Ranges,

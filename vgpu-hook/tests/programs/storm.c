@@ -1,0 +1,247 @@
+// Threads that take and give memory all at once: `storm mix SEED`, `storm modules SEED`, `storm frees SEED`. At points where
+// all of them wait, what the card gave the process is told beside what the library says of it.
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef unsigned long long ptr;
+typedef int res;
+struct array3d { size_t width, height, depth; unsigned format, channels, flags; };
+struct requirements { size_t size, alignment; unsigned reserved[4]; };
+struct location { unsigned kind; int id; };
+struct allocation { unsigned kind, handles; struct location location; void *win32; unsigned char flags[8]; };
+
+res cuInit(unsigned);
+res cuDevicePrimaryCtxRetain(void **, int);
+res cuCtxSetCurrent(void *);
+res cuCtxSynchronize(void);
+res cuMemGetInfo_v2(size_t *, size_t *);
+res cuMemAlloc_v2(ptr *, size_t);
+res cuMemFree_v2(ptr);
+res cuMemAllocPitch_v2(ptr *, size_t *, size_t, size_t, unsigned);
+res cuMemAllocAsync(ptr *, size_t, void *);
+res cuMemCreate(ptr *, size_t, const struct allocation *, ptr);
+res cuMemRelease(ptr);
+res cuArray3DCreate_v2(void **, const struct array3d *);
+res cuArrayDestroy(void *);
+res cuArrayGetMemoryRequirements(struct requirements *, void *, int);
+res cuMipmappedArrayCreate(void **, const struct array3d *, unsigned);
+res cuMipmappedArrayDestroy(void *);
+res cuMipmappedArrayGetMemoryRequirements(struct requirements *, void *, int);
+res cuModuleLoadData(void **, const void *);
+res cuModuleUnload(void *);
+ptr fake_cuda_given(int);
+ptr fake_cuda_peak(int);
+
+enum { MOST_THREADS = 8, SLOTS = 24, SMALL = 1 << 20 };
+enum kind { NOTHING, PLAIN, PHYSICAL, ARRAY, MIPMAP, MODULE };
+struct slot { enum kind kind; void *handle; ptr address; size_t needed; };
+
+static void *context;
+static unsigned seed, threads, phases, rounds;
+static pthread_barrier_t barrier;
+// Answers that no call should give, and refusals for want of memory.
+static atomic_int wrong, refused;
+// What small arrays there are, and what the driver says that they need.
+static atomic_llong arrays, needed;
+
+static ptr next(ptr *state) {
+  *state ^= *state << 13; *state ^= *state >> 7; *state ^= *state << 17;
+  return *state;
+}
+
+static int made(res result) {
+  if (result == 2) refused++;
+  else if (result) wrong++;
+  return !result;
+}
+
+static void count_array(struct slot *slot, int by) {
+  if (slot->needed > SMALL) return;
+  arrays += by;
+  needed += by * (long long)slot->needed;
+}
+
+// Mostly small: lines, planes, boxes and layers of 512 bytes to 1 MiB, and some larger ones.
+static struct array3d shape(ptr random) {
+  static const unsigned formats[] = { 0x01, 0x02, 0x20 };
+  struct array3d s = { .format = formats[random % 3], .channels = 1 << (random >> 2) % 3 };
+  size_t side = 1 + (random >> 8) % 200;
+  s.width = side;
+  switch ((random >> 4) % 5) {
+  case 0: s.width = 1 + (random >> 8) % 4000; break;
+  case 1: s.height = 1 + (random >> 20) % 200; break;
+  case 2: s.height = 1 + (random >> 20) % 24; s.depth = 1 + (random >> 30) % 8; break;
+  case 3: s.height = 1 + (random >> 20) % 24; s.depth = 1 + (random >> 30) % 6; s.flags = 1; break;
+  case 4: s.width = 400 + side; s.height = 1000; break;
+  }
+  return s;
+}
+
+static void take(struct slot *slot, ptr random) {
+  struct requirements r = { 0 };
+  struct allocation p = { .kind = 1, .handles = 1, .location = { 1, 0 } };
+  ptr of = random >> 40;
+  switch (random % 16) {
+  case 0: case 1: case 2:
+    if (made(cuMemAlloc_v2(&slot->address, 1 + of % SMALL))) slot->kind = PLAIN;
+    break;
+  case 3: case 4:
+    if (made(cuMemAlloc_v2(&slot->address, SMALL + 1 + of % (4 << 20)))) slot->kind = PLAIN;
+    break;
+  case 5: case 6:
+    if (made(cuMemCreate(&slot->address, (1 + of % 2) << 21, &p, 0))) slot->kind = PHYSICAL;
+    break;
+  case 7: {
+    struct array3d s = shape(random >> 8);
+    s.height = s.height ? s.height : 1;
+    if (!made(cuMipmappedArrayCreate(&slot->handle, &s, 3))) break;
+    slot->kind = MIPMAP;
+    if (cuMipmappedArrayGetMemoryRequirements(&r, slot->handle, 0)) wrong++;
+    break;
+  }
+  default: {
+    struct array3d s = shape(random >> 8);
+    if (!made(cuArray3DCreate_v2(&slot->handle, &s))) break;
+    slot->kind = ARRAY;
+    if (cuArrayGetMemoryRequirements(&r, slot->handle, 0)) wrong++;
+  }
+  }
+  slot->needed = r.size;
+  if (slot->kind == ARRAY || slot->kind == MIPMAP) count_array(slot, 1);
+}
+
+static void give(struct slot *slot) {
+  res result = 0;
+  switch (slot->kind) {
+  case NOTHING: break;
+  case PLAIN: result = cuMemFree_v2(slot->address); break;
+  case PHYSICAL: result = cuMemRelease(slot->address); break;
+  case ARRAY: count_array(slot, -1); result = cuArrayDestroy(slot->handle); break;
+  case MIPMAP: count_array(slot, -1); result = cuMipmappedArrayDestroy(slot->handle); break;
+  case MODULE: result = cuModuleUnload(slot->handle); break;
+  }
+  if (result) wrong++;
+  slot->kind = NOTHING;
+}
+
+static void load(struct slot *slot, ptr random) {
+  // An ELF file whose section headers, none, lie at its end.
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, (2 << 20) + random % (6 << 20) };
+  if (made(cuModuleLoadData(&slot->handle, image))) slot->kind = MODULE;
+}
+
+static void tell(const char *when) {
+  size_t free_bytes = 0, total = 0;
+  if (cuMemGetInfo_v2(&free_bytes, &total)) wrong++;
+  printf("%s %llu %zu %lld %lld\n", when, fake_cuda_given(0), total - free_bytes, (long long)arrays, (long long)needed);
+}
+
+// Everybody waits, and the first one tells.
+static void quiet(int me, const char *when) {
+  pthread_barrier_wait(&barrier);
+  if (!me) tell(when);
+  pthread_barrier_wait(&barrier);
+}
+
+// With `modules` the first two threads load images, and the others allocate.
+static int modules;
+static void *mixing(void *number) {
+  int me = (intptr_t)number;
+  ptr random = 88172645463325252ull * (seed + 1) + 1442695040888963407ull * (me + 1);
+  struct slot slots[SLOTS] = { 0 };
+  if (cuCtxSetCurrent(context)) wrong++;
+  for (unsigned phase = 0; phase < phases; phase++) {
+    for (unsigned round = 0; round < rounds / phases / threads; round++) {
+      struct slot *slot = &slots[next(&random) % SLOTS];
+      ptr what = next(&random);
+      if (slot->kind) give(slot);
+      else if (modules && me < 2) load(slot, what >> 8);
+      else if (modules) take(slot, (what & ~0xffull) | what % 7); // no arrays
+      else take(slot, what);
+    }
+    quiet(me, "quiet");
+  }
+  for (int i = 0; i < SLOTS; i++) give(&slots[i]);
+  quiet(me, "end");
+  return 0;
+}
+
+static atomic_ullong shared;
+static atomic_int winners, stop;
+
+// Two threads go on at the same moment.
+static atomic_uint arrived;
+static void together(void) {
+  unsigned turn = ++arrived + 1;
+  for (unsigned spins = 1; arrived < (turn & ~1u); spins++)
+    if (spins % 4096 == 0) sched_yield();
+}
+
+// Both free the same address at once; one of them can.
+static void *freeing(void *number) {
+  int me = (intptr_t)number;
+  ptr random = 88172645463325252ull * (seed + 1);
+  if (cuCtxSetCurrent(context)) wrong++;
+  for (unsigned round = 0; round < rounds; round++) {
+    if (!me) {
+      ptr made_here = 0, of = next(&random);
+      size_t pitch;
+      res r = 0;
+      switch (of % 4) {
+      case 0: r = cuMemAlloc_v2(&made_here, 1 + (of >> 8) % SMALL); break;
+      case 1: r = cuMemAlloc_v2(&made_here, SMALL + 1 + (of >> 8) % (4 << 20)); break;
+      case 2: r = cuMemAllocPitch_v2(&made_here, &pitch, 100 + (of >> 8) % 3000, 1 + (of >> 24) % 900, 4); break;
+      case 3: r = cuMemAllocAsync(&made_here, 1 + (of >> 8) % (4 << 20), 0); break;
+      }
+      if (!made(r)) made_here = 0;
+      shared = made_here;
+    }
+    together();
+    if (shared && !cuMemFree_v2(shared)) winners++;
+    together();
+    if (!me && shared && atomic_exchange(&winners, 0) != 1 && threads == 2) wrong++;
+  }
+  stop = 1;
+  return 0;
+}
+
+// Gets the addresses that the others free, meanwhile. They may free its own with them.
+static void *reusing(void *unused) {
+  ptr held[4] = { 0 };
+  if (cuCtxSetCurrent(context)) wrong++;
+  for (unsigned i = 0; !stop; i++) {
+    if (held[i % 4]) cuMemFree_v2(held[i % 4]);
+    held[i % 4] = 0;
+    if (cuMemAlloc_v2(&held[i % 4], i & 1 ? 3000 : 3 << 20)) held[i % 4] = 0;
+  }
+  for (int i = 0; i < 4; i++)
+    if (held[i]) cuMemFree_v2(held[i]);
+  return unused;
+}
+
+int main(int argc, char **argv) {
+  if (argc < 4) return 2;
+  seed = atoi(argv[2]);
+  rounds = atoi(argv[3]);
+  threads = MOST_THREADS; phases = 10;
+  if (cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context)) return 3;
+  void *(*work)(void *) = mixing;
+  if (!strcmp(argv[1], "modules")) { modules = 1; threads = 4; }
+  if (!strcmp(argv[1], "frees")) { work = freeing; threads = 2; }
+  if (!strcmp(argv[1], "reused")) { work = freeing; threads = 3; }
+  tell("begin");
+  pthread_t t[MOST_THREADS];
+  pthread_barrier_init(&barrier, 0, work == freeing ? 2 : threads);
+  for (unsigned i = 0; i < threads; i++) pthread_create(&t[i], 0, i == 2 && work == freeing ? reusing : work, (void *)(intptr_t)i);
+  for (unsigned i = 0; i < threads; i++) pthread_join(t[i], 0);
+  if (cuCtxSynchronize()) wrong++;
+  tell("last");
+  printf("wrong %d\nrefused %d\npeak %llu\n", wrong, refused, fake_cuda_peak(0));
+  return 0;
+}

@@ -1,0 +1,114 @@
+//! Threads of one process that take and give memory all at once: the books are right whenever all of them wait, and the card
+//! never gives more than the limit.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
+
+mod common;
+mod sessions;
+
+use sessions::{MIB, Place};
+
+const BLOCK: u64 = 2 * MIB;
+
+/// What the process had when all threads waited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Quiet {
+    given: u64,
+    charged: u64,
+    /// Arrays that share blocks, and what they need by the driver's word.
+    arrays: u64,
+    needed: u64,
+}
+
+/// What `programs/storm.c` said.
+#[derive(Debug)]
+struct Storm {
+    points: Vec<Quiet>,
+    last: Quiet,
+    wrong: u64,
+    refused: u64,
+    peak: u64,
+}
+
+fn storm(place: &Place, what: &str, seed: u32, rounds: u32) -> Storm {
+    let mut command = place.command("storm");
+    let text = common::run(command.arg(what).arg(seed.to_string()).arg(rounds.to_string())).quiet();
+    let numbers = |line: &str| -> Option<Quiet> {
+        let numbers: Vec<u64> = line.split(' ').skip(1).map(|n| n.parse().unwrap()).collect();
+        let [given, charged, arrays, needed] = numbers.try_into().ok()?;
+        Some(Quiet { given, charged, arrays, needed })
+    };
+    let points: Vec<Quiet> = text.lines().filter_map(numbers).collect();
+    let told = common::pairs(&text);
+    let number = |key: &str| told[key].parse().unwrap();
+    Storm {
+        last: *points.last().unwrap(),
+        points,
+        wrong: number("wrong"),
+        refused: number("refused"),
+        peak: number("peak"),
+    }
+}
+
+/// Blocks of small arrays are shared, and the driver tells nobody how: they are charged what they need by its word, in whole blocks, or the
+/// blocks that were seen to go, whichever is more. So no block is missing, and what is charged too much is less than one rounding.
+#[test]
+#[ignore = "needs the built library"]
+fn arrays_of_all_shapes_among_all_else_are_never_charged_too_little() {
+    const LIMIT: u64 = 128 * MIB;
+    for seed in [1, 2, 3] {
+        let place = Place::new().limited(LIMIT);
+        let storm = storm(&place, "mix", seed, 20_000);
+        for point in &storm.points {
+            let Quiet { given, charged, arrays, needed } = *point;
+            assert!(charged >= given, "seed {seed}: charged too little: {point:?} of {storm:#?}");
+            let most = (needed.div_ceil(BLOCK) * BLOCK).min(arrays * BLOCK);
+            assert!(charged <= given + most, "seed {seed}: charged too much: {point:?} of {storm:#?}");
+        }
+        assert_eq!((storm.last.given, storm.last.charged), (0, 0), "seed {seed}: {storm:#?}");
+        assert_eq!(storm.wrong, 0, "seed {seed}: {storm:#?}");
+        assert!(storm.refused > 0, "seed {seed}: the limit was never reached: {storm:#?}");
+        // A small allocation for which no block fits any more is tried in the blocks that are there: one of each thread may take
+        // a block for as long as it takes to give it back.
+        assert!(storm.peak <= LIMIT + 8 * BLOCK, "seed {seed}: {storm:#?}");
+    }
+}
+
+/// Two threads load images while two others allocate: what an image took is told from what they took, and, where NVML shows the process to
+/// itself, from what another container takes.
+#[test]
+#[ignore = "needs the built library"]
+fn modules_loaded_at_once_are_charged_each_its_own() {
+    for (processes, beside) in
+        [("own", true), ("own", false), ("host", false), ("none", false), ("unsized", false)]
+    {
+        let mut place = Place::new().limited(1024 * MIB);
+        place.set("FAKE_NVML_PROCESSES", processes);
+        let _neighbour = beside.then(|| place.busy("neighbour.cache"));
+        let storm = storm(&place, "modules", 4, 2_000);
+        for point in &storm.points {
+            assert_eq!(point.charged, point.given, "{processes}, beside another: {beside}: {storm:#?}");
+        }
+        assert_eq!(
+            (storm.last.given, storm.wrong),
+            (0, 0),
+            "{processes}, beside another: {beside}: {storm:#?}"
+        );
+    }
+}
+
+/// Two threads free one address at the same time, which the driver takes from one of them: it is taken off the books once. In the second
+/// case a third thread gets the addresses meanwhile.
+#[test]
+#[ignore = "needs the built library"]
+fn an_address_freed_by_two_threads_is_taken_off_once() {
+    for what in ["frees", "reused"] {
+        let place = Place::new().limited(512 * MIB);
+        let storm = storm(&place, what, 5, 10_000);
+        assert_eq!((storm.last.charged, storm.last.given, storm.wrong), (0, 0, 0), "{what}: {storm:#?}");
+    }
+}
