@@ -11,7 +11,9 @@ mod processes;
 
 use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-pub(crate) use processes::{ProcessV1, ProcessV2, compute_v1, compute_v2, others_v1, others_v2};
+pub(crate) use processes::{
+    DetailList, ProcessV1, ProcessV2, compute_v1, compute_v2, details, others_v1, others_v2,
+};
 
 use crate::container::{self, Card};
 use crate::driver::{Function, Library, Missing};
@@ -31,6 +33,7 @@ impl NvmlReturn {
     pub(crate) const LIBRARY_NOT_FOUND: Self = Self(12);
     pub(crate) const FUNCTION_NOT_FOUND: Self = Self(13);
     pub(crate) const MEMORY: Self = Self(20);
+    pub(crate) const ARGUMENT_VERSION_MISMATCH: Self = Self(25);
 }
 
 impl Absent for NvmlReturn {

@@ -32,9 +32,38 @@ pub(crate) struct ProcessV2 {
     pub(crate) compute_instance: c_uint,
 }
 
-const _: () = assert!(size_of::<ProcessV1>() == 16 && size_of::<ProcessV2>() == 24);
+/// `nvmlProcessDetail_v1_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Detail {
+    pub(crate) pid: c_uint,
+    pub(crate) bytes: u64,
+    pub(crate) gpu_instance: c_uint,
+    pub(crate) compute_instance: c_uint,
+    /// Of them, what confidential computing protects.
+    pub(crate) protected: u64,
+}
 
-/// An entry of either form.
+/// `nvmlProcessDetailList_v1_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DetailList {
+    version: c_uint,
+    /// [`COMPUTE`], 1 = graphics, 2 = MPS.
+    mode: c_uint,
+    count: c_uint,
+    entries: *mut Detail,
+}
+
+const _: () = assert!(size_of::<ProcessV1>() == 16 && size_of::<ProcessV2>() == 24);
+const _: () = assert!(size_of::<Detail>() == 32 && size_of::<DetailList>() == 24);
+
+/// `nvmlProcessDetailList_v1`: size and number of the form.
+const DETAILS_V1: c_uint = 24 | 1 << 24;
+/// `NVML_PROCESS_MODE_COMPUTE`.
+const COMPUTE: c_uint = 0;
+
+/// An entry of any form.
 trait Entry: Copy {
     fn new(pid: c_uint, bytes: u64, instances: (c_uint, c_uint)) -> Self;
     fn pid(&mut self) -> &mut c_uint;
@@ -58,7 +87,22 @@ impl Entry for ProcessV2 {
     }
 }
 
+impl Entry for Detail {
+    fn new(pid: c_uint, bytes: u64, (gpu_instance, compute_instance): (c_uint, c_uint)) -> Self {
+        Self { pid, bytes, gpu_instance, compute_instance, protected: 0 }
+    }
+    fn pid(&mut self) -> &mut c_uint {
+        &mut self.pid
+    }
+}
+
 type List<T> = unsafe extern "C" fn(Device, *mut c_uint, *mut T) -> NvmlReturn;
+
+/// Asks NVML for a list.
+fn asking<T>(real: List<T>) -> impl Fn(Device, *mut c_uint, *mut T) -> NvmlReturn {
+    // SAFETY: a number that is valid or the program's, and a list that is null, as long as that says, or the program's.
+    move |device, count, list| unsafe { real(device, count, list) }
+}
 
 /// `nvmlDeviceGetComputeRunningProcesses`.
 ///
@@ -71,7 +115,7 @@ pub(crate) unsafe fn compute_v1(
     list: *mut ProcessV1,
 ) -> NvmlReturn {
     // SAFETY: as the caller says.
-    unsafe { compute(real, device, count, list) }
+    unsafe { compute(asking(real), device, count, list) }
 }
 
 /// `nvmlDeviceGetComputeRunningProcesses_v2` and `_v3`.
@@ -85,7 +129,7 @@ pub(crate) unsafe fn compute_v2(
     list: *mut ProcessV2,
 ) -> NvmlReturn {
     // SAFETY: as the caller says.
-    unsafe { compute(real, device, count, list) }
+    unsafe { compute(asking(real), device, count, list) }
 }
 
 /// `nvmlDeviceGetGraphicsRunningProcesses` and `nvmlDeviceGetMPSComputeRunningProcesses`.
@@ -99,7 +143,7 @@ pub(crate) unsafe fn others_v1(
     list: *mut ProcessV1,
 ) -> NvmlReturn {
     // SAFETY: as the caller says.
-    unsafe { others(real, device, count, list) }
+    unsafe { others(asking(real), device, count, list) }
 }
 
 /// The same, `_v2` and `_v3`.
@@ -113,26 +157,72 @@ pub(crate) unsafe fn others_v2(
     list: *mut ProcessV2,
 ) -> NvmlReturn {
     // SAFETY: as the caller says.
-    unsafe { others(real, device, count, list) }
+    unsafe { others(asking(real), device, count, list) }
 }
 
-/// The container's processes with memory on the card.
+/// `nvmlDeviceGetRunningProcessDetailList`.
+///
+/// # Safety
+/// As that function.
+pub(crate) unsafe fn details(
+    real: unsafe extern "C" fn(Device, *mut DetailList) -> NvmlReturn,
+    device: Device,
+    list: *mut DetailList,
+) -> NvmlReturn {
+    if list.is_null() {
+        // SAFETY: the caller's own arguments; NVML refuses them.
+        return unsafe { real(device, list) };
+    }
+    // SAFETY: every form of the list begins with its version.
+    let version = unsafe { list.cast::<c_uint>().read() };
+    if version != DETAILS_V1 {
+        // SAFETY: the caller's own arguments.
+        let result = unsafe { real(device, list) };
+        // A form that only the driver knows: its answer would show the whole card.
+        let hidden = result == NvmlReturn::SUCCESS && card(device).is_some_and(|card| card.limit().is_some());
+        return if hidden { NvmlReturn::ARGUMENT_VERSION_MISMATCH } else { result };
+    }
+    // SAFETY: a list of this version.
+    let mode = unsafe { (&raw const (*list).mode).read() };
+    // SAFETY: as above.
+    let (count, entries) = unsafe { (&raw mut (*list).count, (&raw const (*list).entries).read()) };
+    // The same question as the other lists are asked.
+    let ask = |device: Device, count: *mut c_uint, entries: *mut Detail| {
+        // SAFETY: a number of ours, or the caller's in its list.
+        let mut asked = DetailList { version, mode, count: unsafe { count.read() }, entries };
+        // SAFETY: a list with room for so many entries.
+        let result = unsafe { real(device, &raw mut asked) };
+        // SAFETY: as above.
+        unsafe { count.write(asked.count) };
+        result
+    };
+    if mode == COMPUTE {
+        // SAFETY: as the caller says.
+        unsafe { compute(ask, device, count, entries) }
+    } else {
+        // SAFETY: as the caller says.
+        unsafe { others(ask, device, count, entries) }
+    }
+}
+
+/// The container's processes with memory on the card. `real` asks NVML, in whatever form.
 ///
 /// # Safety
 /// As NVML's function: `count` is null or valid, `list` null or valid for as many entries.
-unsafe fn compute<T: Entry>(real: List<T>, device: Device, count: *mut c_uint, list: *mut T) -> NvmlReturn {
+unsafe fn compute<T: Entry>(
+    real: impl Fn(Device, *mut c_uint, *mut T) -> NvmlReturn,
+    device: Device,
+    count: *mut c_uint,
+    list: *mut T,
+) -> NvmlReturn {
     let mut there = 0;
-    // SAFETY: a size query writes the number only.
-    let asked = unsafe { real(device, &raw mut there, core::ptr::null_mut()) };
+    let asked = real(device, &raw mut there, core::ptr::null_mut());
     let card = if count.is_null() || !matches!(asked, NvmlReturn::SUCCESS | NvmlReturn::INSUFFICIENT_SIZE) {
         None
     } else {
         card(device).filter(|card| card.limit().is_some())
     };
-    let Some(card) = card else {
-        // SAFETY: the caller's own arguments.
-        return unsafe { real(device, count, list) };
-    };
+    let Some(card) = card else { return real(device, count, list) };
     let instances = instances(device);
     // SAFETY: as the caller says.
     let mut answer = unsafe { Answer::new(count, list) };
@@ -148,22 +238,26 @@ unsafe fn compute<T: Entry>(real: List<T>, device: Device, count: *mut c_uint, l
 ///
 /// # Safety
 /// As [`compute`].
-unsafe fn others<T: Entry>(real: List<T>, device: Device, count: *mut c_uint, list: *mut T) -> NvmlReturn {
+unsafe fn others<T: Entry>(
+    real: impl Fn(Device, *mut c_uint, *mut T) -> NvmlReturn,
+    device: Device,
+    count: *mut c_uint,
+    list: *mut T,
+) -> NvmlReturn {
     let mut there: c_uint = 0;
-    // SAFETY: a size query writes the number only.
-    let asked = unsafe { real(device, &raw mut there, core::ptr::null_mut()) };
+    let asked = real(device, &raw mut there, core::ptr::null_mut());
     let card = (!count.is_null() && asked == NvmlReturn::INSUFFICIENT_SIZE).then(|| card(device)).flatten();
     let Some(card) = card.filter(|card| card.limit().is_some()) else {
-        // SAFETY: the caller's own arguments. Nothing is listed, or nothing is limited.
-        return unsafe { real(device, count, list) };
+        // Nothing is listed, or nothing is limited.
+        return real(device, count, list);
     };
     // More may start meanwhile.
     let room = there.saturating_add(64);
     let len = room as usize * size_of::<T>();
     let Ok(scratch) = sys::map_private(len) else { return NvmlReturn::MEMORY };
     let mut got = room;
-    // SAFETY: there is room for so many entries.
-    let result = unsafe { real(device, &raw mut got, scratch.cast()) };
+    // There is room for so many entries.
+    let result = real(device, &raw mut got, scratch.cast());
     let result = if result == NvmlReturn::SUCCESS {
         // SAFETY: NVML has filled in `got` entries, at most those that there is room for; pages are aligned for them.
         let entries = unsafe { core::slice::from_raw_parts(scratch.cast::<T>(), got.min(room) as usize) };

@@ -3,7 +3,7 @@
 use core::ffi::c_uint;
 
 use super::table;
-use crate::nvml::{self, Device, Memory, MemoryV2, NvmlReturn, ProcessV1, ProcessV2};
+use crate::nvml::{self, DetailList, Device, Memory, MemoryV2, NvmlReturn, ProcessV1, ProcessV2};
 
 table! { Nvml;
     nvmlDeviceGetMemoryInfo(device: Device, memory: *mut Memory) -> NvmlReturn, since 0, View: nvml::memory_v1;
@@ -17,4 +17,5 @@ table! { Nvml;
     nvmlDeviceGetMPSComputeRunningProcesses(device: Device, count: *mut c_uint, list: *mut ProcessV1) -> NvmlReturn, since 0, View: nvml::others_v1;
     nvmlDeviceGetMPSComputeRunningProcesses_v2(device: Device, count: *mut c_uint, list: *mut ProcessV2) -> NvmlReturn, since 0, View: nvml::others_v2;
     nvmlDeviceGetMPSComputeRunningProcesses_v3(device: Device, count: *mut c_uint, list: *mut ProcessV2) -> NvmlReturn, since 0, View: nvml::others_v2;
+    nvmlDeviceGetRunningProcessDetailList(device: Device, list: *mut DetailList) -> NvmlReturn, since 0, View: nvml::details;
 }

@@ -60,6 +60,7 @@ pub const NVML: &[&str] = &[
     "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetGraphicsRunningProcesses_v3",
     "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+    "nvmlDeviceGetRunningProcessDetailList",
 ];
 
 /// Writes and compiles both libraries into `folder` with `compiler`; returns the folder.

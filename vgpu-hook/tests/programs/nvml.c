@@ -9,6 +9,9 @@ typedef struct { unsigned version; unsigned long long total, reserved, free, use
 typedef struct { unsigned pid; unsigned long long bytes; } process_v1;
 typedef struct { unsigned pid; unsigned long long bytes; unsigned gpu_instance, compute_instance; } process_v2;
 
+typedef struct { unsigned pid; unsigned long long bytes; unsigned gpu_instance, compute_instance; unsigned long long protected; } detail;
+typedef struct { unsigned version, mode, count; detail *entries; } details;
+
 static void *function(const char *name) {
   static void *nvml;
   if (!nvml && !(nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW))) { puts(dlerror()); exit(1); }
@@ -44,5 +47,20 @@ int main(void) {
   int (*graphics)(void *, unsigned *, process_v2 *) = (int (*)(void *, unsigned *, process_v2 *))function("nvmlDeviceGetGraphicsRunningProcesses_v3");
   printf("graphics %d\n", graphics(device, &count, list));
   printf("graphics-count %u\n", count);
+  int (*of)(void *, details *) = (int (*)(void *, details *))function("nvmlDeviceGetRunningProcessDetailList");
+  details d = {.version = sizeof d | 1 << 24};
+  printf("details-ask %d\n", of(device, &d));
+  printf("details-count %u\n", d.count);
+  detail entries[64];
+  memset(entries, 0, sizeof entries);
+  d.count = 64, d.entries = entries;
+  printf("details %d\n", of(device, &d));
+  for (unsigned i = 0; i < d.count; i++) printf("detail-%u %llu\n", entries[i].pid, entries[i].bytes);
+  d.count = 64, d.mode = 1;
+  printf("details-graphics %d\n", of(device, &d));
+  printf("details-graphics-count %u\n", d.count);
+  d.version = sizeof d | 2 << 24;
+  printf("details-version %d\n", of(device, &d));
+  printf("details-none %d\n", of(device, NULL));
   return 0;
 }

@@ -6,8 +6,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use fake_state::{Card, EccCounts};
 use nvml_wrapper_sys::bindings::{
-    nvmlProcessInfo_v1_t, nvmlProcessInfo_v2_t, nvmlProcessUtilizationInfo_v1_t,
-    nvmlProcessUtilizationSample_t, nvmlProcessesUtilizationInfo_v1_t, nvmlUtilization_t,
+    nvmlProcessDetail_v1_t, nvmlProcessDetailList_v1_t, nvmlProcessInfo_v1_t, nvmlProcessInfo_v2_t,
+    nvmlProcessUtilizationInfo_v1_t, nvmlProcessUtilizationSample_t, nvmlProcessesUtilizationInfo_v1_t,
+    nvmlUtilization_t,
 };
 
 use crate::abi::{Out, length, list, version_of};
@@ -28,6 +29,11 @@ const BLACKWELL: u32 = 10;
 /// not exist.
 const DEVICE_MEMORY: u32 = 2;
 const LOCATIONS: u32 = 8;
+
+/// Modes of `nvmlProcessDetailList_v1_t`.
+const COMPUTE: c_uint = 0;
+const GRAPHICS: c_uint = 1;
+const MPS: c_uint = 2;
 
 entry! {
     fn nvmlDeviceGetComputeRunningProcesses(
@@ -68,6 +74,23 @@ entry! {
         device: Handle, count: Out<c_uint>, _infos: Out<nvmlProcessInfo_v2_t>,
     ) |session| {
         put_no_processes(session, device, count)
+    }
+
+    fn nvmlDeviceGetRunningProcessDetailList(device: Handle, list: Out<nvmlProcessDetailList_v1_t>) |session| {
+        let device = session.device(device)?;
+        let asked = list.get()?;
+        if asked.version != version_of::<nvmlProcessDetailList_v1_t>(1) {
+            return Err(Code::ARGUMENT_VERSION_MISMATCH);
+        }
+        let all: Vec<_> = match asked.mode {
+            COMPUTE => processes(session, &device).into_iter().map(detail).collect(),
+            // Nobody draws on the simulated cards, and there is no MPS.
+            GRAPHICS | MPS => Vec::new(),
+            _ => return Err(Code::INVALID_ARGUMENT),
+        };
+        list.put(nvmlProcessDetailList_v1_t { numProcArrayEntries: length(&all), ..asked })?;
+        let array = Out::from_pointer(asked.procArray);
+        if asked.numProcArrayEntries < length(&all) { Err(Code::INSUFFICIENT_SIZE) } else { array.fill(&all) }
     }
 
     fn nvmlDeviceGetUtilizationRates(device: Handle, utilization: Out<nvmlUtilization_t>) |session| {
@@ -215,6 +238,16 @@ fn put_processes(
         })
         .collect();
     list(infos, count, &all, Err(Code::INSUFFICIENT_SIZE))
+}
+
+fn detail(shown: Shown) -> nvmlProcessDetail_v1_t {
+    nvmlProcessDetail_v1_t {
+        pid: shown.pid,
+        usedGpuMemory: shown.bytes,
+        gpuInstanceId: shown.gpu_instance.unwrap_or(NO_INSTANCE),
+        computeInstanceId: shown.gpu_instance.map_or(NO_INSTANCE, |_| 0),
+        usedGpuCcProtectedMemory: 0,
+    }
 }
 
 /// Nobody draws on the simulated cards.
