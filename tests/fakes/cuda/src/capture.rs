@@ -12,7 +12,7 @@ use std::thread::{self, ThreadId};
 use crate::abi::{Code, DevicePtr, Handle, Opaque, Out};
 use crate::driver::Driver;
 use crate::gate::{entry, streamed};
-use crate::graph::Work;
+use crate::graph_node::Work;
 
 /// `CUstreamCaptureMode`.
 const GLOBAL: c_uint = 0;

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use crate::abi::{Code, Opaque, Out, TEXTS, Text, Uuid};
 use crate::driver::{Driver, number};
 use crate::gate;
-use crate::table::{Flavour, ROWS, Row, site};
+use crate::table::{self, Flavour, Row, site};
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
 const PER_THREAD: u64 = 2;
@@ -67,7 +67,7 @@ fn rows() -> &'static HashMap<&'static str, Vec<&'static Row>> {
     static BY_NAME: OnceLock<HashMap<&'static str, Vec<&'static Row>>> = OnceLock::new();
     BY_NAME.get_or_init(|| {
         let mut by_name: HashMap<_, Vec<&Row>> = HashMap::new();
-        for row in ROWS {
+        for row in table::rows() {
             by_name.entry(row.name).or_default().push(row);
         }
         by_name

@@ -4,11 +4,11 @@
 //! really gave, so that tests compare that truth with the accounting of whoever stands before it.
 //!
 //! # Entry points
-//! `symbols.rs` is the one list: module, symbol, name, version, default stream. It makes the exports (every name that `cuda.h`, `cudaGL.h`,
+//! `symbols.rs` and `unsupported.rs` are the one list: module, symbol, name, version, default stream. It makes the exports (every name that `cuda.h`, `cudaGL.h`,
 //! `cudaEGL.h`, `cudaVDPAU.h` and `cudaProfiler.h` of 12.9.79, 13.0.96 and 13.5.37 declare, with `_v2`, `_v3`, `_ptds`, `_ptsz`) and answers
 //! `cuGetProcAddress`: the newest row of the name that is no newer than asked and than the driver, of the thread's own default stream
 //! where flag 2 asks for it and there is one. What is not found is `CUDA_SUCCESS`, a null pointer, and the status 1 (no such symbol)
-//! or 2 (version not sufficient), in the words of the header. Rows of the module `unsupported` answer `CUDA_ERROR_NOT_SUPPORTED`: graphics
+//! or 2 (version not sufficient), in the words of the header. Rows of `unsupported.rs` answer `CUDA_ERROR_NOT_SUPPORTED`: graphics
 //! interop, texture and tensor map objects, linking, checkpoints, stream memory operations, and the 32-bit forms of before CUDA 3.2.
 //! In a forked child every call answers `CUDA_ERROR_NOT_INITIALIZED`, as the driver does.
 //!
@@ -77,6 +77,7 @@ mod export_table;
 mod external;
 mod gate;
 mod graph;
+mod graph_node;
 mod green;
 mod init;
 mod launch;

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_uint};
 use crate::abi::Text;
 use crate::driver::Driver;
 use crate::gate;
-use crate::table::ROWS;
+use crate::table;
 
 fn on<T: std::default::Default>(device: c_int, ask: impl FnOnce(&mut Driver, usize) -> T) -> T {
     let mut driver = gate::driver();
@@ -16,7 +16,7 @@ fn on<T: std::default::Default>(device: c_int, ask: impl FnOnce(&mut Driver, usi
 
 fn row(name: Text) -> Option<&'static crate::table::Row> {
     let name = name.read().ok()?;
-    ROWS.iter().find(|r| r.symbol == name)
+    table::rows().find(|r| r.symbol == name)
 }
 
 /// Bytes that the card gave this process.

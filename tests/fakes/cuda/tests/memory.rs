@@ -192,6 +192,31 @@ fn arrays_take_their_tiles_and_sparse_ones_nothing() {
     ok!(cuda.cuArrayDestroy(array));
 }
 
+/// Pages of arrays are of another kind than others, and code has a range of its own.
+#[test]
+fn small_things_share_blocks_with_their_like_alone() {
+    let cuda = Cuda::ready(&[]);
+    let block = 2 * MIB;
+    let (mut p, mut array, mut module) = (0_u64, [0_u64; 2], [0_u64; 2]);
+    let image = std::ffi::CString::new([b' '; 1000]).unwrap();
+    ok!(cuda.cuMemAlloc_v2(&mut p, 512));
+    assert_eq!(cuda.given(), CONTEXT + block);
+    for i in 0..2 {
+        // 16 by 8 elements of 32 bits.
+        ok!(cuda.cuArrayCreate_v2(&mut array[i], &mut [16_u64, 8, 1 << 32 | 0x20]));
+        ok!(cuda.cuModuleLoadData(&mut module[i], image.as_c_str()));
+        assert_eq!(cuda.given(), CONTEXT + 3 * block);
+    }
+    ok!(cuda.cuMemFree_v2(p));
+    assert_eq!(cuda.given(), CONTEXT + 2 * block);
+    for i in 0..2 {
+        assert_eq!(cuda.given(), CONTEXT + 2 * block);
+        ok!(cuda.cuArrayDestroy(array[i]));
+        ok!(cuda.cuModuleUnload(module[i]));
+    }
+    assert_eq!(cuda.given(), CONTEXT);
+}
+
 fn pool_number(cuda: &Cuda, pool: u64, attribute: u32) -> u64 {
     let mut value = 0_u64;
     ok!(cuda.cuMemPoolGetAttribute(pool, attribute, &mut value));

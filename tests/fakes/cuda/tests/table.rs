@@ -17,10 +17,16 @@ struct Row {
 }
 
 fn rows() -> Vec<Row> {
-    let lines = include_str!("../src/symbols.rs").lines().filter_map(|l| l.trim().strip_suffix(';'));
+    let known = include_str!("../src/symbols.rs").lines();
+    let lines = known.chain(include_str!("../src/unsupported.rs").lines());
     lines
+        .filter_map(|line| line.trim().strip_suffix(';'))
         .map(|line| {
-            let words: Vec<&str> = line.split_whitespace().collect();
+            // The module stands before the symbol where the driver does something.
+            let mut words: Vec<&str> = line.split_whitespace().collect();
+            if words.len() == 4 {
+                words.insert(0, "unsupported");
+            }
             Row {
                 symbol: words[1].to_owned(),
                 name: words[2].trim_matches('"').to_owned(),
