@@ -10,6 +10,9 @@
 mod common;
 mod sessions;
 
+use std::process::Command;
+
+use fake_state::{Process, Store};
 use sessions::{MIB, Place, Session};
 
 /// How drivers list processes, by `FAKE_NVML_PROCESSES`: those of the caller's pid namespace; by pids of the host; not at all; without
@@ -152,4 +155,58 @@ fn where_nvml_does_not_say_the_neighbours_part_goes_with_the_context() {
             session.end();
         }
     }
+}
+
+/// A driver that knows nothing of pid namespaces lists pids of the host, and one of them is that of this process in its container.
+#[test]
+#[ignore = "needs the built library"]
+fn a_neighbour_that_the_host_knows_by_the_same_pid_is_somebody_else() {
+    for lists in ["host", "none"] {
+        let place = place(lists);
+        let mut session = place.session();
+        let pid = u32::try_from(session.ask("pid")[1]).unwrap();
+        let node = Store::open(place.path("node.json")).unwrap();
+        let neighbour = Process { pid, memory_mib: 3000, sm_percent: 0, gpu_instance: None };
+        node.update(|state| {
+            state.cards[0].processes.push(neighbour);
+            Ok::<_, fake_state::Error>(())
+        })
+        .unwrap();
+        session.done("init");
+        session.done("primary 0");
+        assert_eq!(session.agree("the primary context"), 64 * MIB, "{lists}");
+        none(&off(&mut session, 5, Session::used), lists);
+        session.end();
+    }
+}
+
+/// The command in a pid namespace of its own.
+fn in_a_pid_namespace(command: &Command) -> Command {
+    let mut inside = Command::new("unshare");
+    inside.env_clear().args(["--pid", "--fork", "--kill-child"]).arg(command.get_program());
+    inside.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    inside
+}
+
+/// Two containers, in each of which the process is the first.
+#[test]
+#[ignore = "needs the built library"]
+fn two_first_processes_of_containers_are_each_charged_their_own() {
+    let place = place("own");
+    let start = |usage: &str| {
+        let mut command = place.command("session");
+        command.env("CUDA_DEVICE_MEMORY_SHARED_CACHE", place.path(usage));
+        let mut session = Session::start(in_a_pid_namespace(&command));
+        assert_eq!(session.ask("pid"), [0, 1]);
+        session.done("init");
+        session.done("primary 0");
+        session
+    };
+    let mut neighbour = start("neighbour.cache");
+    neighbour.done("churn 2");
+    let mut session = start("usage.cache");
+    assert_eq!(session.agree("the primary context"), 64 * MIB);
+    none(&off(&mut session, 100, Session::used), "two of pid 1");
+    session.end();
+    rest(neighbour);
 }
