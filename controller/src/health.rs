@@ -138,7 +138,7 @@ mod tests {
         for line in [
             "mullion_calls_total{call=\"filter\",outcome=\"ok\"} 1\n",
             "mullion_call_duration_seconds_count{call=\"filter\"} 1\n",
-            "hami_gpu_memory_limit_bytes{node=\"n\",device_uuid=\"GPU-1\",device_index=\"0\",device_type=\"NVIDIA H100 80GB HBM3\"} 1048576000\n",
+            "hami_gpu_memory_limit_bytes{zone=\"vGPU\",node=\"n\",device_uuid=\"GPU-1\",device_index=\"0\",device_type=\"NVIDIA H100 80GB HBM3\"} 1048576000\n",
             "mullion_ledger_drift 0\n",
         ] {
             assert!(text.contains(line), "{line} is not in {text}");

@@ -3,19 +3,21 @@
 //! Counters are named without `_total`: the encoder appends it. Gauges about cards are derived from the ledger at
 //! scrape time, so that a card that is gone leaves no series behind.
 
+mod cards;
+
 use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, LabelSetEncoder, text};
+use prometheus_client::encoding::{EncodeLabelSet, text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::store::Store;
+use cards::Cards;
 
 /// Content type of `/metrics`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -184,7 +186,7 @@ impl Metrics {
         registry.register("leader", "1 while this replica runs the reconcilers", self.leader.clone());
     }
 
-    /// Adds gauges about every card, read from `store` at each scrape.
+    /// Adds gauges about every card and what is granted of it, read from `store` at each scrape.
     pub fn watch_cards(&self, store: Arc<Store>) {
         self.registry.lock().register_collector(Box::new(Cards(store)));
     }
@@ -211,75 +213,5 @@ impl Metrics {
     }
 }
 
-/// HAMi's names for what is granted, so that its dashboards keep working (its section on scheduler metrics).
-struct Cards(Arc<Store>);
-
-impl fmt::Debug for Cards {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cards").finish_non_exhaustive()
-    }
-}
-
-struct CardLabels {
-    node: String,
-    device_uuid: String,
-    device_index: u32,
-    device_type: String,
-}
-
-impl EncodeLabelSet for CardLabels {
-    fn encode(&self, encoder: &mut LabelSetEncoder<'_>) -> Result<(), fmt::Error> {
-        ("node", self.node.as_str()).encode(encoder.encode_label())?;
-        ("device_uuid", self.device_uuid.as_str()).encode(encoder.encode_label())?;
-        ("device_index", self.device_index).encode(encoder.encode_label())?;
-        ("device_type", self.device_type.as_str()).encode(encoder.encode_label())
-    }
-}
-
-use prometheus_client::encoding::EncodeLabel as _;
-
-/// What one card shows: limit and granted memory in bytes, limit and granted compute in percent, containers.
-type Values = [u64; 5];
-
-const CARD_METRICS: [(&str, &str); 5] = [
-    ("hami_gpu_memory_limit_bytes", "Memory of the card that may be granted"),
-    ("hami_gpu_memory_allocated_bytes", "Memory of the card that is granted"),
-    ("hami_gpu_core_limit_ratio", "Compute of the card that may be granted, in percent"),
-    ("hami_gpu_core_allocated_ratio", "Compute of the card that is granted, in percent"),
-    ("hami_gpu_shared_count", "Containers on the card"),
-];
-
-impl Collector for Cards {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let cards: Vec<(CardLabels, Values)> = self.0.read(|facts| {
-            let ledger = facts.ledger();
-            let on = |node| ledger.card_usage(node).into_iter().map(move |usage| (node, usage));
-            let row = |(node, usage): (&mullion_core::units::NodeName, mullion_core::ledger::CardUsage)| {
-                let labels = CardLabels {
-                    node: node.0.clone(),
-                    device_uuid: usage.card.uuid.0.clone(),
-                    device_index: usage.card.index,
-                    device_type: usage.card.model.clone(),
-                };
-                let values = [
-                    usage.card.memory.bytes(),
-                    usage.used.memory.bytes(),
-                    usage.card.cores.into(),
-                    usage.used.cores,
-                    usage.used.slots,
-                ];
-                (labels, values)
-            };
-            ledger.nodes().flat_map(on).map(row).collect()
-        });
-        for (position, (name, help)) in CARD_METRICS.iter().enumerate() {
-            let gauge = ConstGauge::new(0_u64);
-            let mut metric = encoder.encode_descriptor(name, help, None, gauge.metric_type())?;
-            for (labels, values) in &cards {
-                let value = values.get(position).copied().unwrap_or(0);
-                ConstGauge::new(value).encode(metric.encode_family(labels)?)?;
-            }
-        }
-        Ok(())
-    }
-}
+#[cfg(test)]
+mod tests;

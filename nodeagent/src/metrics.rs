@@ -1,5 +1,6 @@
 //! What the agent counts, and the page that shows it.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,12 +39,12 @@ struct CallLabel {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DriverLabel {
     call: &'static str,
-    card: String,
+    device_uuid: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CardLabel {
-    card: String,
+    device_uuid: String,
 }
 
 /// Counters that the parts of the agent raise.
@@ -83,7 +84,7 @@ impl Metrics {
 
     /// A call of the driver failed for one card.
     pub fn nvml_card_error(&self, call: &'static str, card: &str) {
-        self.nvml_errors.get_or_create(&DriverLabel { call, card: card.to_owned() }).inc();
+        self.nvml_errors.get_or_create(&DriverLabel { call, device_uuid: card.to_owned() }).inc();
     }
 
     /// The API server was written to.
@@ -150,9 +151,9 @@ impl Collector for WorldGauges {
             None,
             kind,
         )?;
-        for (card, healthy) in cards {
+        for (device_uuid, healthy) in cards {
             let gauge = ConstGauge::new(i64::from(healthy));
-            gauge.encode(family.encode_family(&CardLabel { card })?)?;
+            gauge.encode(family.encode_family(&CardLabel { device_uuid })?)?;
         }
         Ok(())
     }
@@ -161,7 +162,10 @@ impl Collector for WorldGauges {
 /// Everything that is shown at `/metrics`.
 #[must_use]
 pub fn registry(metrics: &Metrics, shared: &Arc<Shared>, audit: Audit, exporter: Exporter) -> Registry {
-    let mut registry = Registry::default();
+    let mut all = Registry::default();
+    // Whoever scrapes many agents tells them apart by it, whatever his own labels are called.
+    let node = (Cow::Borrowed("node"), Cow::Owned(exporter.node.clone()));
+    let registry = all.sub_registry_with_label(node);
     let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]);
     registry.register("mullion_agent_build", "Version of the agent", build);
     registry.register(
@@ -181,8 +185,9 @@ pub fn registry(metrics: &Metrics, shared: &Arc<Shared>, audit: Audit, exporter:
     );
     registry.register("mullion_agent_api_writes", "Writes to the API server", metrics.api_writes.clone());
     registry.register_collector(Box::new(WorldGauges { shared: Arc::clone(shared), audit }));
-    registry.register_collector(Box::new(exporter));
-    registry
+    // It has the label where HAMi has it, too.
+    all.register_collector(Box::new(exporter));
+    all
 }
 
 /// Serves `/metrics`, `/healthz` and `/readyz`.

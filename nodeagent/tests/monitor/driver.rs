@@ -72,8 +72,10 @@ fn a_failing_query_costs_only_what_it_would_have_told() {
     ] {
         assert_eq!(of(name), [true, true], "{name}");
     }
-    let counted =
-        format!(r#"mullion_nvml_errors_total{{call="nvmlDeviceGetMemoryInfo_v2",card="{}"}} 1"#, uuids[0]);
+    let counted = format!(
+        r#"mullion_nvml_errors_total{{node="node-a",call="nvmlDeviceGetMemoryInfo_v2",device_uuid="{}"}} 1"#,
+        uuids[0]
+    );
     assert_eq!(lines(&text, "mullion_nvml_errors_total"), [counted]);
 
     // The next look has all of it again.

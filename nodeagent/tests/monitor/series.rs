@@ -1,8 +1,8 @@
 //! What `/metrics` shows, by name, label and unit: `docs/metrics.md` is the schema.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
-use std::path::Path;
+#[path = "../../../tests/metrics/schema.rs"]
+mod schema;
+
 use std::time::Duration;
 
 use mullion_nodeagent::metrics::Metrics;
@@ -12,6 +12,7 @@ use mullion_region::hami::Layout;
 
 use crate::common::tenant::Tenant;
 use crate::common::{MIB, Node, S, container, hami, lines, sample, scrape, scrape_all};
+use schema::schema;
 
 // MO-06: a limit is shown from the moment of its promise; that nobody asked for the card yet is a number, no absence.
 #[test]
@@ -111,102 +112,25 @@ fn everything() -> String {
     scrape_all(&metrics, looked.snapshot)
 }
 
-/// Name, kind, labels and help of each metric.
-fn schema(text: &str) -> BTreeMap<String, (String, String, String)> {
-    let mut all: BTreeMap<String, (String, String, String)> = BTreeMap::new();
-    for line in text.lines() {
-        if let Some(rest) = line.strip_prefix("# HELP ") {
-            let (name, help) = rest.split_once(' ').unwrap();
-            help.clone_into(&mut all.entry(name.to_owned()).or_default().2);
-        } else if let Some(rest) = line.strip_prefix("# TYPE ") {
-            let (name, kind) = rest.split_once(' ').unwrap();
-            kind.clone_into(&mut all.entry(name.to_owned()).or_default().0);
-        } else if !line.starts_with('#') {
-            let end = line.find(['{', ' ']).unwrap();
-            let (name, rest) = line.split_at(end);
-            let stem = ["_total", "_bucket", "_sum", "_count", "_info"]
-                .iter()
-                .find_map(|end| name.strip_suffix(end).filter(|stem| all.contains_key(*stem)))
-                .unwrap_or(name);
-            let labels: Vec<&str> = rest
-                .trim_start_matches('{')
-                .split("\",")
-                .filter_map(|part| part.split_once("=\"").map(|(label, _)| label))
-                .filter(|label| *label != "le")
-                .collect();
-            let labels = if labels.is_empty() { "none".to_owned() } else { labels.join(", ") };
-            let entry = all.get_mut(stem).unwrap();
-            assert!(entry.1.is_empty() || entry.1 == labels, "{name}: {} and {labels}", entry.1);
-            entry.1 = labels;
-        }
-    }
-    all
-}
-
-/// What a name says of its unit.
-fn unit(name: &str) -> &'static str {
-    for (end, unit) in [
-        ("_bytes", "bytes"),
-        ("_seconds", "seconds"),
-        ("_percent", "percent"),
-        ("_ratio", "percent, 0 to 100"),
-        ("_scale", "factor"),
-    ] {
-        if name.ends_with(end) {
-            return unit;
-        }
-    }
-    match name {
-        "HostGPUMemoryUsage"
-        | "Device_memory_desc_of_container"
-        | "vGPU_device_memory_limit_in_bytes"
-        | "vGPU_device_memory_usage_in_bytes" => "bytes",
-        "HostCoreUtilization" | "Device_utilization_desc_of_container" => "percent, 0 to 100",
-        "Device_last_kernel_of_container" => "seconds",
-        _ => "number",
-    }
-}
-
-const BEGIN: &str = "<!-- made by nodeagent/tests/monitor/series.rs; UPDATE_GOLDEN=1 writes it anew -->\n";
-const END: &str = "<!-- end -->\n";
-
-// MO-09: names, labels and units are a contract, and the contract is what is shown.
+// MO-09: names, labels and units are a contract, and the contract is what is shown; the controller's half is checked in its
+// own tests.
 #[test]
-fn the_schema_is_what_is_shown() {
+fn mo_09_the_schema_is_what_is_shown() {
+    schema::compare(&schema(&everything()), "nodeagent/tests/monitor/series.rs");
+}
+
+// MO-09: a series of an agent joins with one of the controller by labels of the same name.
+#[test]
+fn mo_09_series_of_both_exporters_join() {
     let all = schema(&everything());
-    let mut table =
-        String::from("| metric | kind | unit | labels | what it is |\n| --- | --- | --- | --- | --- |\n");
-    let mut units = BTreeSet::new();
-    for (name, (kind, labels, help)) in &all {
-        assert!(!labels.is_empty(), "{name} is not shown by anything");
-        let shown = match kind.as_str() {
-            "counter" => format!("{name}_total"),
-            "info" => format!("{name}_info"),
-            _ => name.clone(),
-        };
-        units.insert(unit(name));
-        writeln!(
-            table,
-            "| `{shown}` | {kind} | {} | {labels} | {} |",
-            unit(name),
-            help.trim_end_matches('.')
-        )
-        .unwrap();
-        if name.starts_with("mullion_container_") || name.starts_with("mullion_card_") {
-            assert!(labels.starts_with("node"), "{name} names its node: {labels}");
-        } else if !name.starts_with("mullion_") {
-            assert!(labels.starts_with("zone"), "{name} is HAMi's: {labels}");
-        }
-    }
-    assert!(units.len() >= 5);
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
-    let text = std::fs::read_to_string(&path).unwrap();
-    let (before, rest) = text.split_once(BEGIN).unwrap();
-    let (found, after) = rest.split_once(END).unwrap();
-    if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        std::fs::write(&path, format!("{before}{BEGIN}{table}{END}{after}")).unwrap();
-    } else {
-        assert_eq!(found, table, "docs/metrics.md is not what is shown: UPDATE_GOLDEN=1 writes it anew");
+    for (ours, of_the_controller) in [
+        ("mullion_container_memory_used_bytes", "mullion_container_memory_allocated_bytes"),
+        ("mullion_container_core_used_percent", "mullion_container_core_allocated_percent"),
+        ("mullion_card_memory_used_bytes", "hami_gpu_memory_allocated_bytes"),
+    ] {
+        let mut labels = schema::labels_by_contract(of_the_controller);
+        labels.retain(|label| label != "zone");
+        assert_eq!(all[ours].labels, labels, "{ours}, {of_the_controller}");
     }
 }
 
@@ -241,7 +165,7 @@ fn hamis_names_have_hamis_labels() {
             "zone, podnamespace, podname, ctrname, vdeviceid, deviceuuid, context, module, data, offset",
         ),
     ] {
-        assert_eq!(all[name].1, labels, "{name}");
-        assert_eq!(all[name].0, "gauge", "{name}");
+        assert_eq!(all[name].labels.join(", "), labels, "{name}");
+        assert_eq!(all[name].kind, "gauge", "{name}");
     }
 }
