@@ -1,8 +1,8 @@
 //! The operating system: raw system calls, and the few functions taken from the C library.
 //!
 //! System calls are made directly, so that `errno` of the program is never touched and no symbol version is needed.
-//! Taken from the C library: `clock_gettime` (`GLIBC_2.17`, through the vDSO), `getauxval` (`GLIBC_2.16`), `getenv` and
-//! `dl_iterate_phdr` (`GLIBC_2.2.5`), and `memcpy` and its like, which the compiler calls.
+//! Taken from the C library: `clock_gettime` (`GLIBC_2.17`, through the vDSO), `getauxval` (`GLIBC_2.16`), `getenv`,
+//! `environ` and `dl_iterate_phdr` (`GLIBC_2.2.5`), and `memcpy` and its like, which the compiler calls.
 
 #![expect(unsafe_code, reason = "system calls and functions of the C library")]
 #![expect(
@@ -286,6 +286,7 @@ pub(crate) fn complain(parts: &[&str]) {
 
 unsafe extern "C" {
     fn getenv(name: *const c_char) -> *const c_char;
+    static environ: *const *const c_char;
 }
 
 /// An environment variable, as the program left it. It is copied or read at once: the program may change it later.
@@ -294,6 +295,27 @@ pub(crate) fn environment(name: &CStr) -> Option<&'static CStr> {
     let value = unsafe { getenv(name.as_ptr()) };
     // SAFETY: a value that is not null is a NUL-terminated string, which stays until the program changes its environment.
     (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) })
+}
+
+/// All of the environment, `NAME=value` each.
+pub(crate) fn variables() -> impl Iterator<Item = &'static CStr> {
+    // SAFETY: the C library's variable, which it and the program may change at any time.
+    let mut next = unsafe { (&raw const environ).read_volatile() };
+    core::iter::from_fn(move || {
+        if next.is_null() {
+            return None;
+        }
+        // SAFETY: a place of the list; the last one is null, and none behind it is looked at.
+        let variable = unsafe { next.read_volatile() };
+        if variable.is_null() {
+            next = core::ptr::null();
+            return None;
+        }
+        // SAFETY: within the list, of which this was not the last place.
+        next = unsafe { next.add(1) };
+        // SAFETY: a NUL-terminated string, which stays until the program changes its environment.
+        Some(unsafe { CStr::from_ptr(variable) })
+    })
 }
 
 /// A loaded image, as `dl_iterate_phdr` tells of it (`struct dl_phdr_info`, whose newer fields are not used).

@@ -13,6 +13,8 @@ use core::num::NonZeroU64;
 use mullion_pace::policy::Policy;
 use mullion_region::{CorePercent, MAX_DEVICES};
 
+use crate::sys;
+
 /// A variable that this library reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Variable {
@@ -64,27 +66,54 @@ impl Write for Name {
     }
 }
 
-/// A variable whose value says no limit that could be kept.
+/// A variable that says no limit which could be kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Error<'a> {
-    /// Which.
-    pub(crate) variable: Variable,
-    /// Its value.
-    pub(crate) value: &'a [u8],
+pub(crate) enum Error<'a> {
+    /// Its value is none.
+    Value {
+        /// Which.
+        variable: Variable,
+        /// Its value.
+        value: &'a [u8],
+    },
+    /// What stands behind the name for all cards is no card's number.
+    Card {
+        /// The name for all cards.
+        all: Variable,
+        /// What stands behind it.
+        suffix: &'a [u8],
+    },
 }
 
-/// Longest value that a message repeats.
+/// Longest value, and longest number of a card, that a message repeats.
 const SHOWN: usize = 64;
+
+/// Text of the environment, in a line.
+struct Shown<'a>(&'a [u8]);
+
+impl fmt::Display for Shown<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = self.0.get(..SHOWN).unwrap_or(self.0);
+        write!(f, "{}", shown.escape_ascii())?;
+        f.write_str(if shown.len() < self.0.len() { "..." } else { "" })
+    }
+}
 
 impl fmt::Display for Error<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}=", self.variable)?;
-        let shown = self.value.get(..SHOWN).unwrap_or(self.value);
-        write!(f, "{}", shown.escape_ascii())?;
-        if shown.len() < self.value.len() {
-            f.write_str("...")?;
-        }
-        match self.variable {
+        let (variable, value) = match *self {
+            Self::Value { variable, value } => (variable, value),
+            Self::Card { all, suffix } => {
+                return write!(
+                    f,
+                    "{all}_{} is the limit of no card: write a number from 0 to {} behind {all}_, or unset it",
+                    Shown(suffix),
+                    MAX_DEVICES - 1
+                );
+            }
+        };
+        write!(f, "{variable}={}", Shown(value))?;
+        match variable {
             Variable::MemoryLimit(_) => f.write_str(
                 " is no size: write a whole number of bytes, or one with k, m or g behind it such as 4g \
                  (2^10, 2^20, 2^30); 0 or unset is no limit",
@@ -127,14 +156,24 @@ impl Settings {
     }
 }
 
-/// Reads the environment through `value_of`. A variable of one card wins over the one for all.
+/// Reads the environment, single variables through `value_of`. A variable of one card wins over the one for all.
 ///
 /// # Errors
 /// [`Error`] for the first variable that is set to something without a meaning.
-pub(crate) fn read<'a>(value_of: impl Fn(Variable) -> Option<&'a [u8]>) -> Result<Settings, Error<'a>> {
+pub(crate) fn read(value_of: impl Fn(Variable) -> Option<&'static [u8]>) -> Result<Settings, Error<'static>> {
+    read_from(value_of, sys::variables().map(CStr::to_bytes))
+}
+
+fn read_from<'a>(
+    value_of: impl Fn(Variable) -> Option<&'a [u8]>,
+    mut variables: impl Iterator<Item = &'a [u8]>,
+) -> Result<Settings, Error<'a>> {
+    if let Some(error) = variables.find_map(limit_of_no_card) {
+        return Err(error);
+    }
     let parsed = |variable: Variable, parse: fn(&[u8]) -> Option<u64>| match value_of(variable) {
         None => Ok(None),
-        Some(value) => parse(value).map(Some).ok_or(Error { variable, value }),
+        Some(value) => parse(value).map(Some).ok_or(Error::Value { variable, value }),
     };
     let mut cards = [Limits::default(); MAX_DEVICES];
     let memory = parsed(Variable::MemoryLimit(None), size)?;
@@ -152,15 +191,33 @@ pub(crate) fn read<'a>(value_of: impl Fn(Variable) -> Option<&'a [u8]>) -> Resul
     }
     let policy = match value_of(Variable::Policy) {
         None => Policy::Default,
-        Some(value) => policy(value).ok_or(Error { variable: Variable::Policy, value })?,
+        Some(value) => policy(value).ok_or(Error::Value { variable: Variable::Policy, value })?,
     };
     let priority = match value_of(Variable::Priority) {
         None => mullion_region::usage::DEFAULT_PRIORITY,
         Some(value) => number(value)
             .and_then(|n| i32::try_from(n).ok())
-            .ok_or(Error { variable: Variable::Priority, value })?,
+            .ok_or(Error::Value { variable: Variable::Priority, value })?,
     };
     Ok(Settings { cards, policy, priority })
+}
+
+/// A limit that would go unheard: of a 17th card, or of one whose number is written in another way. 0 asks for none.
+fn limit_of_no_card(variable: &[u8]) -> Option<Error<'_>> {
+    type Parse = fn(&[u8]) -> Option<u64>;
+    let of = |prefix: &[u8], all, parse: Parse| {
+        let rest = variable.strip_prefix(prefix)?;
+        let end = rest.iter().position(|byte| *byte == b'=')?;
+        let (suffix, value) = (rest.get(..end)?, rest.get(end + 1..)?);
+        let is_card = is_decimal(suffix) && number(suffix).is_some_and(|n| n < MAX_DEVICES as u64);
+        (!is_card && parse(value) != Some(0)).then_some(Error::Card { all, suffix })
+    };
+    of(b"CUDA_DEVICE_MEMORY_LIMIT_", Variable::MemoryLimit(None), size)
+        .or_else(|| of(b"CUDA_DEVICE_SM_LIMIT_", Variable::SmLimit(None), percent))
+}
+
+fn is_decimal(text: &[u8]) -> bool {
+    text.iter().all(u8::is_ascii_digit)
 }
 
 /// A size in bytes: `4g`, `4096m`, `0x100000000`.
@@ -211,10 +268,39 @@ mod tests {
     use super::*;
 
     fn of(set: &[(&'static str, &'static str)]) -> Result<Settings, Error<'static>> {
-        read(|variable| {
+        let value_of = |variable: Variable| {
             let name = variable.to_string();
             set.iter().find(|(n, _)| *n == name).map(|(_, value)| value.as_bytes())
-        })
+        };
+        let all = set
+            .iter()
+            .map(|(name, value)| -> &'static [u8] { std::format!("{name}={value}").into_bytes().leak() });
+        read_from(value_of, all)
+    }
+
+    #[test]
+    fn a_limit_of_a_card_that_cannot_be_is_refused_and_not_passed_over() {
+        for (name, value, want) in [
+            ("CUDA_DEVICE_MEMORY_LIMIT_15", "4g", true),
+            ("CUDA_DEVICE_MEMORY_LIMIT_16", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_100", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_18446744073709551617", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_01", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_0x1", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_a", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_16", "0", true),
+            ("CUDA_DEVICE_MEMORY_LIMIT_16", "nonsense", false),
+            ("CUDA_DEVICE_SM_LIMIT_16", "30", false),
+            ("CUDA_DEVICE_SM_LIMIT_16", "0", true),
+            ("CUDA_DEVICE_MEMORY_LIMITS", "4g", true),
+            ("MY_CUDA_DEVICE_MEMORY_LIMIT_16", "4g", true),
+        ] {
+            assert_eq!(of(&[(name, value)]).is_ok(), want, "{name}={value}");
+        }
+        let text = of(&[("CUDA_DEVICE_MEMORY_LIMIT_16", "4g")]).unwrap_err().to_string();
+        assert!(text.starts_with("CUDA_DEVICE_MEMORY_LIMIT_16 is the limit of no card: "), "{text}");
+        assert!(text.contains("from 0 to 15"), "{text}");
     }
 
     #[test]

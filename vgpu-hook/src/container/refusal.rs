@@ -2,13 +2,15 @@
 
 use core::ffi::CStr;
 use core::fmt::{self, Write as _};
+use core::sync::atomic::AtomicU64;
+use core::sync::atomic::Ordering::Relaxed;
 
 use super::environment;
 use super::uuid;
 use crate::cuda::{CUresult, CUuuid};
 use crate::sys::{self, Errno};
 
-/// Each is said once on stderr, in one line, and ends in the result of `cuInit`.
+/// Each is said on stderr, in one line, and ends in the result of `cuInit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// A variable of the environment is no limit.
@@ -71,8 +73,12 @@ impl Refusal {
         }
     }
 
-    /// Says it on stderr; `consequence` is what follows.
+    /// Says it on stderr; `consequence` is what follows. A process that asks again and again is told once, and after that
+    /// once a minute at most for each [`Self::code`].
     pub(crate) fn say(&self, consequence: &str) {
+        if !SAID.is_news(self.code(), sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
+            return;
+        }
         let mut line = Line::default();
         let _ = write!(line, "{}: {self}; {consequence}", self.code());
         sys::complain(&[line.as_str()]);
@@ -131,6 +137,40 @@ impl fmt::Display for Refusal {
             }
             Self::NoMemory(Errno(n)) => write!(f, "no memory for the library's tables (error {n})"),
         }
+    }
+}
+
+/// Which codes were said, by which process and when.
+struct Said([(AtomicU64, AtomicU64); 16]);
+
+static SAID: Said = Said::new();
+
+/// Seconds after which the same is said again.
+const AGAIN_AFTER: u64 = 60;
+
+impl Said {
+    const fn new() -> Self {
+        Self([const { (AtomicU64::new(0), AtomicU64::new(0)) }; 16])
+    }
+
+    /// Whether process `pid` is to say `code` at `now`, in seconds since the machine's start; notes that it is said. A
+    /// forked child has not said what its parent has. Of two threads at once each may say it.
+    fn is_news(&self, code: &str, pid: i32, now: u64) -> bool {
+        // FNV-1a; no two codes share a number.
+        let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        let code = code.bytes().fold(0xcbf2_9ce4_8422_2325, step);
+        let own = |place: &&(AtomicU64, AtomicU64)| {
+            let found = place.0.compare_exchange(0, code, Relaxed, Relaxed);
+            found.is_ok() || found == Err(code)
+        };
+        let Some((_, last)) = self.0.iter().find(own) else { return true };
+        let pid = u64::from(pid.unsigned_abs());
+        let said = last.load(Relaxed);
+        let news = said >> 32 != pid || now.saturating_sub(said & 0xffff_ffff) >= AGAIN_AFTER;
+        if news {
+            last.store(pid << 32 | now & 0xffff_ffff, Relaxed);
+        }
+        news
     }
 }
 
@@ -203,9 +243,13 @@ mod tests {
     fn every_refusal_is_one_short_line_with_a_way_out() {
         let path = Text(c"/tmp/cudevshr.cache");
         let refusals = [
-            Refusal::Environment(environment::Error {
+            Refusal::Environment(environment::Error::Value {
                 variable: environment::Variable::MemoryLimit(Some(0)),
                 value: b"16Gi",
+            }),
+            Refusal::Environment(environment::Error::Card {
+                all: environment::Variable::MemoryLimit(None),
+                suffix: b"16",
             }),
             Refusal::PageUnreadable(Errno(13)),
             Refusal::PageDamaged(mullion_region::Error::Magic { what: "control page", found: 1 }),
@@ -227,6 +271,24 @@ mod tests {
             assert_ne!(refusal.result(), CUresult::SUCCESS);
             let code = refusal.code();
             assert!(code.chars().all(char::is_alphanumeric) && code.starts_with(char::is_uppercase));
+        }
+    }
+
+    #[test]
+    fn the_same_is_said_once_by_each_process_and_once_a_minute_after_that() {
+        let said = Said::new();
+        for (pid, code, now, want) in [
+            (7, "LimitInvalid", 0, true),
+            (7, "LimitInvalid", 0, false),
+            (7, "LimitInvalid", 59, false),
+            (7, "SlotsFull", 59, true),
+            (7, "LimitInvalid", 60, true),
+            (7, "LimitInvalid", 61, false),
+            (8, "LimitInvalid", 61, true),
+            (8, "LimitInvalid", 62, false),
+            (8, "SlotsFull", 62, true),
+        ] {
+            assert_eq!(said.is_news(code, pid, now), want, "{code} by {pid} at {now}");
         }
     }
 

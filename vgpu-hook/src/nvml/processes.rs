@@ -58,8 +58,8 @@ pub(crate) struct DetailList {
 const _: () = assert!(size_of::<ProcessV1>() == 16 && size_of::<ProcessV2>() == 24);
 const _: () = assert!(size_of::<Detail>() == 32 && size_of::<DetailList>() == 24);
 
-/// `nvmlProcessDetailList_v1`: size and number of the form.
-const DETAILS_V1: c_uint = 24 | 1 << 24;
+/// `nvmlProcessDetailList_v1`: the number of the form, and its size.
+const DETAILS_V1: c_uint = 0x0100_0018;
 /// `NVML_PROCESS_MODE_COMPUTE`.
 const COMPUTE: c_uint = 0;
 
@@ -183,9 +183,9 @@ pub(crate) unsafe fn details(
         return if hidden { NvmlReturn::ARGUMENT_VERSION_MISMATCH } else { result };
     }
     // SAFETY: a list of this version.
-    let mode = unsafe { (&raw const (*list).mode).read() };
+    let DetailList { mode, entries, .. } = unsafe { list.read() };
     // SAFETY: as above.
-    let (count, entries) = unsafe { (&raw mut (*list).count, (&raw const (*list).entries).read()) };
+    let count = unsafe { &raw mut (*list).count };
     // The same question as the other lists are asked.
     let ask = |device: Device, count: *mut c_uint, entries: *mut Detail| {
         // SAFETY: a number of ours, or the caller's in its list.

@@ -251,3 +251,8 @@ pub fn in_container(command: &mut Command, folder: &Path) {
         command.pre_exec(prepare)
     };
 }
+
+/// Writes into a file as its tenant can.
+pub fn write_at(path: &Path, bytes: &[u8], offset: usize) {
+    File::options().write(true).open(path).unwrap().write_all_at(bytes, offset as u64).unwrap();
+}
