@@ -2,40 +2,32 @@
 //!
 //! It is stateless, so every replica serves it. `matchConditions` keep all other pods away from it.
 
+mod bodies;
 pub mod certificate;
 mod pace;
 pub mod patch;
 pub mod review;
 pub mod tls;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
 use axum::Router;
-use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{ConnectInfo, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
-use futures::StreamExt;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Pod;
 use kube::core::admission::{AdmissionRequest, AdmissionResponse, AdmissionReview};
 use mullion_core::request::Defaults;
 use mullion_telemetry::trace::AdmissionStamp;
 use serde_json::{Value, json};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::guard::Guard;
 use crate::metrics::Metrics;
-
-/// Largest body taken. The API server takes objects of 3 MiB (its `MaxRequestBodyBytes`), and a review may carry one
-/// twice, as it was and as it is to be: 6 MiB, and as much again as half of one for the rest and for escapes.
-const BODY_LIMIT: usize = 8 << 20;
-
-/// How much of all bodies together is held at one time. Whoever reaches the port may send; four of the largest, or a
-/// thousand ordinary ones, fit into the controller's 512 MiB beside what is read from them.
-const BODY_BUDGET: usize = 4 * BODY_LIMIT;
+use bodies::{Bodies, Bounds};
 
 /// What the handler needs.
 #[derive(Clone, Debug)]
@@ -49,22 +41,27 @@ pub struct Webhook {
 #[derive(Clone, Debug)]
 struct Shared {
     webhook: Webhook,
-    budget: Arc<Semaphore>,
+    bodies: Arc<Bodies>,
 }
 
 impl Webhook {
-    /// The one route.
+    /// The one route. Callers are told apart by their address (`ConnectInfo`), where the server gives it.
     pub fn routes(self) -> Router {
-        let shared = Shared { webhook: self, budget: Arc::new(Semaphore::new(BODY_BUDGET)) };
+        self.routes_within(Bounds::default())
+    }
+
+    fn routes_within(self, bounds: Bounds) -> Router {
+        let shared = Shared { webhook: self, bodies: Arc::new(Bodies::new(bounds)) };
         Router::new().route("/webhook", post(webhook)).with_state(shared)
     }
 }
 
-async fn webhook(State(Shared { webhook, budget }): State<Shared>, body: Body) -> Response {
+async fn webhook(State(Shared { webhook, bodies }): State<Shared>, request: Request) -> Response {
     let (begun, since) = (Instant::now(), SystemTime::now());
-    let read = match collect(body, &budget).await {
-        // The share of the budget is given back when the answer is made.
-        Ok((body, _share)) => read(&body),
+    let caller = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip());
+    let read = match bodies.read(request.into_body(), caller).await {
+        // Its place is given back when it is read.
+        Ok((body, _place)) => read(&body),
         Err(refused) => Err(refused),
     };
     let (outcome, response) = match read {
@@ -105,34 +102,6 @@ impl Refused {
     fn malformed(text: String) -> Self {
         Self { status: StatusCode::BAD_REQUEST, code: "MalformedBody", text }
     }
-}
-
-/// Reads a body, each piece against the limit and the budget as it comes: what a caller says its length will be is
-/// worth nothing.
-async fn collect(
-    body: Body,
-    budget: &Arc<Semaphore>,
-) -> Result<(Vec<u8>, Option<OwnedSemaphorePermit>), Refused> {
-    let (mut read, mut share): (Vec<u8>, Option<OwnedSemaphorePermit>) = (Vec::new(), None);
-    let mut pieces = body.into_data_stream();
-    while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| Refused::malformed(format!("it broke off: {error}")))?;
-        if read.len() + piece.len() > BODY_LIMIT {
-            let text = format!("longer than {BODY_LIMIT} bytes, which no review of the API server is");
-            return Err(Refused { status: StatusCode::PAYLOAD_TOO_LARGE, code: "BodyTooLarge", text });
-        }
-        let wanted = u32::try_from(piece.len()).unwrap_or(u32::MAX);
-        let Ok(more) = Arc::clone(budget).try_acquire_many_owned(wanted) else {
-            let text = "too many large bodies at a time: try again".to_owned();
-            return Err(Refused { status: StatusCode::SERVICE_UNAVAILABLE, code: "TooManyBodies", text });
-        };
-        match &mut share {
-            Some(share) => share.merge(more),
-            None => share = Some(more),
-        }
-        read.extend_from_slice(&piece);
-    }
-    Ok((read, share))
 }
 
 /// The review as the API server reads it. kube writes the patch as a list of numbers; base64 is what is asked for.

@@ -320,30 +320,3 @@ async fn hostile_bodies_get_an_answer() {
     let (code, answer) = post(review.to_string().into_bytes()).await;
     assert_eq!((code, &answer["response"]["allowed"]), (200, &json!(true)));
 }
-
-/// A body of any length, in pieces, without a Content-Length.
-fn pieces(count: usize, piece: usize) -> Body {
-    let all = (0..count).map(move |_| Ok::<_, std::io::Error>(axum::body::Bytes::from(vec![b' '; piece])));
-    Body::from_stream(futures::stream::iter(all))
-}
-
-#[tokio::test]
-async fn bodies_are_bounded_one_by_one_and_together() {
-    let budget = Arc::new(Semaphore::new(BODY_BUDGET));
-    let over = collect(pieces(9, 1 << 20), &budget).await.unwrap_err();
-    assert_eq!((over.status.as_u16(), over.code), (413, "BodyTooLarge"));
-    assert_eq!(budget.available_permits(), BODY_BUDGET, "what was refused takes nothing");
-    let mut held = Vec::new();
-    for _ in 0..4 {
-        held.push(collect(pieces(8, 1 << 20), &budget).await.unwrap());
-    }
-    let busy = collect(pieces(1, 1), &budget).await.unwrap_err();
-    assert_eq!((busy.status.as_u16(), busy.code), (503, "TooManyBodies"));
-    held.pop();
-    assert_eq!(collect(pieces(1, 1), &budget).await.unwrap().0, b" ");
-    drop(held);
-    assert_eq!(budget.available_permits(), BODY_BUDGET);
-    let broken = futures::stream::iter([Ok("{"), Err(std::io::Error::other("reset"))]);
-    let broken = collect(Body::from_stream(broken), &budget).await.unwrap_err();
-    assert_eq!((broken.status.as_u16(), broken.code), (400, "MalformedBody"));
-}

@@ -109,7 +109,8 @@ async fn serve_on(
         .map_err(listen)?
         .acceptor(Paced::new(acceptor, limits))
         .handle(handle.clone());
-    let mut serving = std::pin::pin!(server.serve(routes.into_make_service()));
+    let mut serving =
+        std::pin::pin!(server.serve(routes.into_make_service_with_connect_info::<SocketAddr>()));
     // A server that ends by itself is an error at once, not when everything stops.
     let ended = tokio::select! {
         ended = &mut serving => ended,

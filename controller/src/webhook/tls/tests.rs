@@ -9,10 +9,22 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 use super::*;
+use crate::metrics::Metrics;
+use crate::webhook::Webhook;
+use crate::webhook::bodies::Bounds;
 use crate::webhook::certificate::{Held, Rules, make};
+use mullion_core::request::Defaults;
 
 const LIMITS: Limits =
     Limits { connections: 2, request: Duration::from_millis(400), idle: Duration::from_millis(1500) };
+
+const BOUNDS: Bounds = Bounds {
+    small: 10_000,
+    largest: 1 << 20,
+    places: 2,
+    patience: Duration::from_secs(3),
+    reading: Duration::from_millis(300),
+};
 
 /// A whole call; the body is echoed.
 const CALL: &[u8] = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi";
@@ -26,7 +38,7 @@ struct Server {
 type Tls = StreamOwned<ClientConnection, TcpStream>;
 
 impl Server {
-    fn start() -> Self {
+    fn start(limits: Limits) -> Self {
         let names = vec!["localhost".to_owned()];
         let rules = Rules { names, ..crate::webhook::certificate::tests::rules() };
         let held: Held = make(&rules, jiff::Timestamp::now().as_second()).unwrap();
@@ -41,21 +53,36 @@ impl Server {
             .with_no_client_auth();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let (address, stop) = (listener.local_addr().unwrap(), CancellationToken::new());
-        let routes = Router::new().route("/echo", post(|body: axum::body::Bytes| async move { body }));
-        tokio::spawn(serve_on(listener, routes, identity, LIMITS, stop.clone()));
+        let webhook = Webhook { defaults: Defaults::default(), metrics: Metrics::new() };
+        let echo = Router::new().route("/echo", post(|body: axum::body::Bytes| async move { body }));
+        let routes = webhook.routes_within(BOUNDS).merge(echo);
+        tokio::spawn(serve_on(listener, routes, identity, limits, stop.clone()));
         Self { address, client: Arc::new(client), stop }
     }
 
     fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(self.address).unwrap();
+        self.connect_from(1)
+    }
+
+    /// Each address of the loopback network is a caller of its own.
+    fn connect_from(&self, last: u8) -> TcpStream {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind(SocketAddr::from(([127, 0, 0, last], 0))).unwrap();
+        let connecting = socket.connect(self.address);
+        let stream = tokio::runtime::Handle::current().block_on(connecting).unwrap().into_std().unwrap();
+        stream.set_nonblocking(false).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         stream
     }
 
     fn tls(&self) -> Tls {
+        self.tls_from(1)
+    }
+
+    fn tls_from(&self, last: u8) -> Tls {
         let name = ServerName::try_from("localhost").unwrap();
         let connection = ClientConnection::new(Arc::clone(&self.client), name).unwrap();
-        StreamOwned::new(connection, self.connect())
+        StreamOwned::new(connection, self.connect_from(last))
     }
 }
 
@@ -92,7 +119,7 @@ fn drip(mut stream: impl Read + Write, first: &[u8], drops: &[u8]) -> Duration {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_callers_are_hung_up_on() {
-    let server = Server::start();
+    let server = Server::start(LIMITS);
     let work = tokio::task::spawn_blocking(move || {
         let soon = LIMITS.request * 10;
         for (case, took) in [
@@ -128,7 +155,7 @@ async fn slow_callers_are_hung_up_on() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn more_connections_than_there_are_places_are_refused() {
-    let server = Server::start();
+    let server = Server::start(LIMITS);
     let work = tokio::task::spawn_blocking(move || {
         let (mut one, silent) = (server.tls(), server.connect());
         call(&mut one).unwrap();
@@ -142,4 +169,54 @@ async fn more_connections_than_there_are_places_are_refused() {
         server.stop.cancel();
     });
     work.await.unwrap();
+}
+
+/// A review that is none, of that many bytes; the status of its answer.
+fn review(stream: &mut Tls, length: usize) -> std::io::Result<String> {
+    write!(stream, "POST /webhook HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n")?;
+    stream.write_all(&vec![b' '; length])?;
+    let mut answer = Vec::new();
+    while !answer.contains(&b'\n') {
+        let mut piece = [0; 512];
+        match stream.read(&mut piece)? {
+            0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            n => answer.extend_from_slice(&piece[..n]),
+        }
+    }
+    Ok(String::from_utf8_lossy(&answer).split(' ').nth(1).unwrap().to_owned())
+}
+
+/// Large bodies that come drop by drop: whoever sends many has no more of the server than whoever sends one, and others
+/// are answered at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_caller_with_many_slow_bodies_keeps_nobody_out() {
+    let server =
+        Arc::new(Server::start(Limits { connections: 20, request: Duration::from_secs(10), ..LIMITS }));
+    let slow: Vec<_> = (0..8)
+        .map(|_| {
+            let server = Arc::clone(&server);
+            tokio::task::spawn_blocking(move || {
+                let mut stream = server.tls_from(66);
+                let head = "POST /webhook HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n";
+                stream.write_all(head.as_bytes()).unwrap();
+                stream.write_all(&vec![b' '; 900_000]).and_then(|()| stream.flush()).unwrap();
+                drip(stream, b"", b" ")
+            })
+        })
+        .collect();
+    tokio::time::sleep(BOUNDS.reading / 3).await;
+    let others = tokio::task::spawn_blocking(move || {
+        for length in [100, 500_000] {
+            let begun = Instant::now();
+            assert_eq!(review(&mut server.tls_from(2), length).unwrap(), "400", "none, and looked at");
+            assert!(begun.elapsed() < BOUNDS.reading, "{length}: {:?}", begun.elapsed());
+        }
+        server.stop.cancel();
+    });
+    others.await.unwrap();
+    for stream in slow {
+        // One after the other they have their turn, and time runs for each.
+        let took = stream.await.unwrap();
+        assert!(took < BOUNDS.patience * 2, "{took:?}");
+    }
 }
