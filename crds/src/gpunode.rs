@@ -77,7 +77,10 @@ pub struct CardWish {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 100, max = 1000))]
     pub core_scaling: Option<u32>,
-    /// True: nothing new is placed on the card.
+    /// True: no new pod is given the card, or, as `spec.cordon`, any card of the node; pods that find no other place stay
+    /// Pending. Pods that have their share of it keep it: those that were placed before still start, those that run run
+    /// on, and their containers may restart. Nothing is evicted: delete the pods, or drain the node, to empty it. False or
+    /// left out: open.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cordon: Option<bool>,
 }

@@ -122,6 +122,20 @@ fn no_definition_has_what_the_api_server_warns_of_or_what_breaks_has() {
     }
 }
 
+/// `kubectl explain gpunode.spec.cordon` says what becomes of new pods and of those that run, also for a single card.
+#[test]
+fn what_a_cordon_does_is_explained() {
+    let definition = &definitions()["gpunode"];
+    let spec =
+        &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"];
+    for field in [&spec["cordon"], &spec["cards"]["items"]["properties"]["cordon"]] {
+        let text = field["description"].as_str().unwrap();
+        for part in ["no new pod", "stay\nPending", "run\non", "Nothing is evicted"] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+    }
+}
+
 #[test]
 fn names_columns_and_selectable_fields() {
     let columns = |kind: &str| -> Vec<String> {

@@ -201,6 +201,9 @@ fn plan(up: &Up) -> Result<Plan> {
             .join("debug"),
     };
     let bin = std::path::absolute(&bin).context("no working directory")?;
+    if !up.no_mullion {
+        check_built(&bin)?;
+    }
     Ok(Plan {
         nodes,
         fake_nodes: up.fake_nodes,
@@ -214,6 +217,21 @@ fn plan(up: &Up) -> Result<Plan> {
     })
 }
 
+/// Without Mullion's programs the cluster would come up half, and say so after half a minute.
+fn check_built(bin: &Path) -> Result<()> {
+    let missing: Vec<_> =
+        mullion::PROGRAMS.into_iter().filter(|program| !bin.join(program).exists()).collect();
+    if !missing.is_empty() {
+        bail!(
+            "not in {}: {}. Build them with `. tests/env && build_programs` in the repository, or give their folder \
+             (--bin-dir), or --no-mullion for the bare cluster",
+            bin.display(),
+            missing.join(", ")
+        );
+    }
+    Ok(())
+}
+
 /// Builds the cluster's programs, or finds them built.
 fn parts(source: &Path) -> Result<PathBuf> {
     let script = source.join("tests/lab/parts/build");
@@ -223,4 +241,27 @@ fn parts(source: &Path) -> Result<PathBuf> {
         bail!("{} failed ({}): what it printed says why", script.display(), output.status);
     }
     Ok(PathBuf::from(String::from_utf8(output.stdout)?.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_that_are_not_built_are_named_with_what_to_run() {
+        let dir = std::env::temp_dir().join(format!("lab-programs-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let said = check_built(&dir).unwrap_err().to_string();
+        for part in mullion::PROGRAMS.into_iter().chain(["build_programs", "--no-mullion"]) {
+            assert!(said.contains(part), "{said}");
+        }
+        for program in mullion::PROGRAMS {
+            std::fs::write(dir.join(program), "").unwrap();
+        }
+        check_built(&dir).unwrap();
+        std::fs::remove_file(dir.join("fake-cdi")).unwrap();
+        let said = check_built(&dir).unwrap_err().to_string();
+        assert!(said.contains(": fake-cdi. "), "{said}");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
 }

@@ -23,6 +23,8 @@ const TOKEN_LIFE: Duration = Duration::from_hours(24);
 const NAMESPACE: &str = "mullion-system";
 /// The library that applies limits in containers, as `vgpu-hook/build` leaves it beside the programs.
 const HOOK: &str = "libvgpu.so";
+/// What must be built before Mullion can be started.
+pub const PROGRAMS: [&str; 4] = ["mullion-controller", "mullion-nodeagent", "fake-cdi", "libnvidia_ml.so"];
 /// Port for a controller's health.
 const CONTROLLER_HEALTH: u16 = 9395;
 
@@ -112,7 +114,8 @@ pub fn agent(lab: &Lab, node: &NodePlan) -> Result<()> {
     lab.start(&agent_name(&node.name), node::inside(lab, node, traced(lab, agent))?)
 }
 
-/// Waits until controllers answer and every node with cards has slots to give.
+/// Waits until controllers answer, and every node has slots to give and a `GPUNode` that takes pods. Nodes without a
+/// kubelet were made with theirs.
 pub fn wait(lab: &Lab) -> Result<()> {
     let limit = Duration::from_mins(1);
     for index in 0..lab.plan.controllers {
@@ -131,8 +134,29 @@ pub fn wait(lab: &Lab) -> Result<()> {
             let slots = node["status"]["allocatable"]["nvidia.com/gpu"].as_str()?;
             (slots != "0").then_some(())
         })?;
+        let path = format!("/apis/mullion.io/v1alpha1/gpunodes/{}", node.name);
+        lab.wait_for(
+            &format!("GPUNode of {} that is ready", node.name),
+            &agent_name(&node.name),
+            limit,
+            || takes_pods(&api::get(&path).ok()?).then_some(()),
+        )?;
     }
     Ok(())
+}
+
+/// Whether a `GPUNode` has been reported and is open: what the controller asks before it places a pod.
+fn takes_pods(object: &Value) -> bool {
+    let status = &object["status"];
+    let says = |kind: &str, word: &str| {
+        let conditions = status["conditions"].as_array().into_iter().flatten();
+        conditions.filter(|c| c["type"] == kind).any(|c| c["status"] == word)
+    };
+    let cards = status["cards"].as_array().is_some_and(|cards| !cards.is_empty());
+    cards
+        && status["closed"] != true
+        && ["DriverReady", "PluginRegistered", "CDISpecFound"].iter().all(|kind| says(kind, "True"))
+        && !["AuditWritable", "LibraryFound"].iter().any(|kind| says(kind, "False"))
 }
 
 const WEBHOOK_CONFIGURATION: &str =
@@ -242,4 +266,34 @@ fn is_ready(address: SocketAddr) -> bool {
         Ok(answer)
     };
     ask().is_ok_and(|answer| answer.split(' ').nth(1) == Some("200"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_node_takes_pods_once_its_agent_has_said_so() {
+        let node = |closed: bool, registered: &str, library: &str| {
+            let condition = |(kind, status): (&str, &str)| json!({"type": kind, "status": status});
+            let conditions = [
+                ("DriverReady", "True"),
+                ("CDISpecFound", "True"),
+                ("PluginRegistered", registered),
+                ("LibraryFound", library),
+            ];
+            let cards = [json!({"uuid": "GPU-1"})];
+            json!({"status": {"cards": cards, "closed": closed, "conditions": conditions.map(condition)}})
+        };
+        for (case, object, want) in [
+            ("not reported", json!({"spec": {}}), false),
+            ("open", node(false, "True", "True"), true),
+            ("without limits, as the lab wants it", node(false, "True", "Unknown"), true),
+            ("not registered yet", node(false, "False", "True"), false),
+            ("no library", node(false, "True", "False"), false),
+            ("an agent that ends", node(true, "True", "True"), false),
+        ] {
+            assert_eq!(takes_pods(&object), want, "{case}");
+        }
+    }
 }
