@@ -58,22 +58,24 @@ fn way(stream: CUstream, per_thread: bool) -> Way {
     }
 }
 
-/// Calls the driver when the launch's time has come. A macro, so that a launch that does not pay ends in a jump to the
-/// driver, with its arguments where they are.
+/// Calls the driver when the launch's time has come. A macro, so that what only some launches need is made where they need
+/// it.
 macro_rules! launch {
-    ($request:expr, $stream:expr, $per_thread:expr, $call:expr) => {
+    ($key:expr, $request:expr, $stream:expr, $per_thread:expr, $call:expr) => {
         match way($stream, $per_thread) {
             Way::Free => $call,
             Way::Refused(refused) => refused,
             Way::Pays(lane) => {
-                let request = $request;
-                let paid = pay(lane, &request);
+                let paid = match pay_known(lane, $key) {
+                    Some(paid) => paid,
+                    None => pay(lane, &$request),
+                };
                 if paid.is_sample() {
-                    PACER.measured(&lane, &request, paid, &Driver, move || $call)
+                    PACER.measured(&lane, &$request, paid, &Driver, move || $call)
                 } else {
                     let result = $call;
                     if !result.is_ok() {
-                        give_back(&lane, paid);
+                        not_launched(lane, paid);
                     }
                     result
                 }
@@ -82,10 +84,27 @@ macro_rules! launch {
     };
 }
 
-/// Waits until a launch may go.
+/// Pays for a launch that need not wait.
 #[inline(never)]
+fn pay_known(lane: Own<'static>, key: Key) -> Option<Paid> {
+    PACER.pay_known(&lane, key)
+}
+
+/// Waits until a launch may go.
+#[cold]
 fn pay(lane: Own<'static>, request: &Request) -> Paid {
     PACER.pay(&lane, request, &Driver)
+}
+
+#[cold]
+fn not_launched(lane: Own<'static>, paid: Paid) {
+    give_back(&lane, paid);
+}
+
+#[inline]
+fn kernel_key(function: CUfunction, grid: [c_uint; 3]) -> Key {
+    // Of the size only the grid counts.
+    Key::function(handle(function), Size::new(grid, [1; 3]))
 }
 
 #[inline]
@@ -119,7 +138,7 @@ macro_rules! kernels {
             parameters: *mut *mut c_void $(, $rest: $type)?
         ) -> CUresult {
             let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
-            launch!(kernel_request(function, grid, block, stream, $per_thread), stream, $per_thread, {
+            launch!(kernel_key(function, grid), kernel_request(function, grid, block, stream, $per_thread), stream, $per_thread, {
                 // SAFETY: the program's own arguments.
                 unsafe {
                     real(
@@ -158,10 +177,16 @@ unsafe fn kernel_ex_in(
         // SAFETY: the program's own arguments; the driver refuses them.
         return unsafe { real(config, function, parameters, extra) };
     };
-    launch!(kernel_request(function, c.grid, c.block, c.stream, per_thread), c.stream, per_thread, {
-        // SAFETY: the program's own arguments.
-        unsafe { real(config, function, parameters, extra) }
-    })
+    launch!(
+        kernel_key(function, c.grid),
+        kernel_request(function, c.grid, c.block, c.stream, per_thread),
+        c.stream,
+        per_thread,
+        {
+            // SAFETY: the program's own arguments.
+            unsafe { real(config, function, parameters, extra) }
+        }
+    )
 }
 
 /// `cuLaunchKernelEx`.
@@ -221,10 +246,16 @@ pub(crate) unsafe fn legacy(
     function: CUfunction,
 ) -> CUresult {
     let stream = core::ptr::null_mut();
-    launch!(kernel_request(function, [1; 3], LEGACY_BLOCK, stream, false), stream, false, {
-        // SAFETY: the program's own argument.
-        unsafe { real(function) }
-    })
+    launch!(
+        kernel_key(function, [1; 3]),
+        kernel_request(function, [1; 3], LEGACY_BLOCK, stream, false),
+        stream,
+        false,
+        {
+            // SAFETY: the program's own argument.
+            unsafe { real(function) }
+        }
+    )
 }
 
 /// `cuLaunchGrid`.
@@ -236,10 +267,16 @@ pub(crate) unsafe fn legacy_grid(
 ) -> CUresult {
     let grid = [width.unsigned_abs(), height.unsigned_abs(), 1];
     let stream = core::ptr::null_mut();
-    launch!(kernel_request(function, grid, LEGACY_BLOCK, stream, false), stream, false, {
-        // SAFETY: the program's own arguments.
-        unsafe { real(function, width, height) }
-    })
+    launch!(
+        kernel_key(function, grid),
+        kernel_request(function, grid, LEGACY_BLOCK, stream, false),
+        stream,
+        false,
+        {
+            // SAFETY: the program's own arguments.
+            unsafe { real(function, width, height) }
+        }
+    )
 }
 
 /// `cuLaunchGridAsync`.
@@ -251,10 +288,16 @@ pub(crate) unsafe fn legacy_grid_async(
     stream: CUstream,
 ) -> CUresult {
     let grid = [width.unsigned_abs(), height.unsigned_abs(), 1];
-    launch!(kernel_request(function, grid, LEGACY_BLOCK, stream, false), stream, false, {
-        // SAFETY: the program's own arguments.
-        unsafe { real(function, width, height, stream) }
-    })
+    launch!(
+        kernel_key(function, grid),
+        kernel_request(function, grid, LEGACY_BLOCK, stream, false),
+        stream,
+        false,
+        {
+            // SAFETY: the program's own arguments.
+            unsafe { real(function, width, height, stream) }
+        }
+    )
 }
 
 /// `cuGraphLaunch`, by `call`, when its time has come. No lock may be held: this can take seconds.
@@ -265,6 +308,7 @@ pub(crate) fn paced_graph(
     call: impl FnOnce() -> CUresult,
 ) -> CUresult {
     launch!(
+        Key::graph(handle(graph)),
         Request { key: Key::graph(handle(graph)), size: None, stream: stream_of(stream, per_thread) },
         stream,
         per_thread,

@@ -1,12 +1,14 @@
 //! What a launch on one card has to do with: the card's words in the two files.
 
-use core::sync::atomic::AtomicU8;
 use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
-use mullion_pace::policy::{self, Policy};
+use mullion_pace::policy::{self, JUST_LAUNCHED, Policy};
 use mullion_pace::{Bucket, Terms};
 
+use super::PACER;
 use super::events::device_count;
+use super::pacer::STAMP_EVERY;
 use crate::container::{Card, CardWords, Container, HamiTail, Page, PageCard};
 
 /// A card of the container, as a launch sees it.
@@ -33,11 +35,17 @@ pub(crate) trait Lane: Copy {
     /// The terms of a launch now; `None` = no limit.
     #[inline]
     fn terms(&self) -> Option<Terms> {
-        self.is_limited().then(|| Terms {
+        self.is_limited().then(|| self.page_terms())
+    }
+
+    /// The terms on the page, whether they are held to now or not.
+    #[inline]
+    fn page_terms(&self) -> Terms {
+        Terms {
             scale: self.card().scale.load(Relaxed),
             rate: self.card().rate.load(Relaxed),
             burst: self.card().burst.load(Relaxed),
-        })
+        }
     }
 
     #[inline]
@@ -96,28 +104,109 @@ impl Lane for Own<'_> {
     }
 }
 
-/// The place of the only card of this process, or one of the two below. A forked child has the same cards.
+/// The place of the only card of this process, or one of those below. A forked child has the same cards.
 static ONLY: AtomicU8 = AtomicU8::new(NOT_ASKED);
 const NOT_ASKED: u8 = u8::MAX;
-const MANY: u8 = u8::MAX - 1;
+/// A choice of cards, of which at least one has a share of compute.
+const SHARES: u8 = u8::MAX - 1;
+/// A choice of cards without any.
+const NO_SHARES: u8 = u8::MAX - 2;
+
+static CALM: Calm = Calm::new();
+
+/// The current card where there is a choice, and a launch has to do with it.
+#[inline(never)]
+fn chosen(container: &Container, choice: u8) -> Option<&Card> {
+    match choice {
+        NO_SHARES if CALM.lets_pass(container.page, container.hami()) => None,
+        NO_SHARES => look(container),
+        _ => only(container),
+    }
+}
 
 /// Finds out whether there is a choice of cards; the current one.
 #[cold]
 fn only(container: &Container) -> Option<&Card> {
     let mut cards = container.cards();
     let only = cards.next().filter(|_| cards.next().is_none() && device_count() == Some(1));
-    ONLY.store(only.map_or(MANY, |card| card.index), Relaxed);
+    let choice = if has_shares(container) { SHARES } else { NO_SHARES };
+    ONLY.store(only.map_or(choice, |card| card.index), Relaxed);
     only.or_else(|| container.current_card())
 }
 
+fn has_shares(container: &Container) -> bool {
+    container.cards().any(|card| Own { container, card }.page_terms().limited())
+}
+
+/// A launch has to do with its card, where there is a choice and no card has a share.
+#[cold]
+fn look(container: &Container) -> Option<&Card> {
+    if has_shares(container) {
+        // Limits by hand can be others in a forked child.
+        ONLY.store(SHARES, Relaxed);
+    }
+    let card = container.current_card()?;
+    if CALM.look(container.page.heartbeat.load(Relaxed)) {
+        PACER.stamp_next(card.index);
+    }
+    Some(card)
+}
+
+/// The launches of a process that has a choice of cards and a share of none: only for a stamp has the card to be known, and
+/// to ask the driver for it costs more than all else. Counted with plain loads and stores, as the stamps are.
+#[derive(Debug)]
+pub(super) struct Calm {
+    /// The agent's heartbeat at the last look.
+    beat: AtomicU64,
+    /// Launches that may pass until the next one is looked at.
+    left: AtomicU32,
+    /// Launches that are still looked at one by one since the heartbeat moved: most likely there is one on each card in
+    /// use among them.
+    close: AtomicU32,
+}
+
+/// See [`Calm::close`].
+const CLOSE: u32 = 32;
+/// As [`STAMP_EVERY`], and odd: of two cards that are used in turns each gets its stamp.
+const PASS: u32 = STAMP_EVERY - 2;
+
+impl Calm {
+    pub(super) const fn new() -> Self {
+        Self { beat: AtomicU64::new(0), left: AtomicU32::new(0), close: AtomicU32::new(0) }
+    }
+
+    /// Whether a launch has nothing to do with its card.
+    #[inline]
+    pub(super) fn lets_pass(&self, page: &Page, tail: &HamiTail) -> bool {
+        let left = self.left.load(Relaxed);
+        let calm = left != 0
+            && tail.recent_kernel.load(Relaxed) == JUST_LAUNCHED
+            && page.heartbeat.load(Relaxed) == self.beat.load(Relaxed);
+        if calm {
+            self.left.store(left - 1, Relaxed);
+        }
+        calm
+    }
+
+    /// Of a launch that was not let pass: whether its card's stamps are to be renewed although the heartbeat stands still.
+    pub(super) fn look(&self, beat: u64) -> bool {
+        let moved = self.beat.swap(beat, Relaxed) != beat;
+        let close = if moved { CLOSE } else { self.close.load(Relaxed) };
+        self.close.store(close.saturating_sub(1), Relaxed);
+        self.left.store(if close == 0 { PASS } else { 0 }, Relaxed);
+        close == 0
+    }
+}
+
 impl<'a> Own<'a> {
-    /// The lane of the current card, where that is one of the container's. The driver is asked only where there is a
-    /// choice.
+    /// The lane of the current card, where that is one of the container's and a launch has to do with it. The driver is
+    /// asked only where there is a choice.
     #[inline]
     pub(crate) fn current(container: &'a Container) -> Option<Self> {
-        let card = match ONLY.load(Relaxed) {
-            NOT_ASKED => only(container),
-            MANY => container.current_card(),
+        let only = ONLY.load(Relaxed);
+        let card = match only {
+            SHARES => container.current_card(),
+            NO_SHARES | NOT_ASKED => chosen(container, only),
             index => container.card_at(index),
         };
         card.map(|card| Self { container, card })

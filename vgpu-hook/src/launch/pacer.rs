@@ -1,5 +1,6 @@
 //! The way of a launch: stamps, gate, bucket, driver.
 
+use core::num::NonZeroU64;
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -29,7 +30,7 @@ const RESIDENT: u64 = 132 * 2048;
 /// The stamp of the last launch is renewed once a second.
 const STAMP_NS: u64 = 1_000_000_000;
 /// Launches after which stamps are looked at even though the agent's heartbeat does not move.
-const STAMP_EVERY: u32 = 64;
+pub(super) const STAMP_EVERY: u32 = 64;
 /// Slices while a first measurement is under way: what it says may end the wait.
 const MEASURING_SLICE_NS: u64 = 1_000_000;
 
@@ -37,7 +38,8 @@ const MEASURING_SLICE_NS: u64 = 1_000_000;
 /// which shifts a sample or rounds an estimate.
 #[derive(Debug)]
 struct Local {
-    launches: AtomicU32,
+    /// Launches that may pass until the stamps are looked at.
+    left: AtomicU32,
     beat: AtomicU64,
     /// Charged, not yet added to the container's word.
     spent_ns: AtomicU64,
@@ -63,25 +65,25 @@ pub(super) struct Pacer {
     local: [Local; MAX_DEVICES],
 }
 
-/// What a launch has paid, and whether it is to be measured: one register.
+/// What a launch has paid, and whether it is to be measured: one register, and so is `Option` of it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Paid(u64);
+pub(super) struct Paid(NonZeroU64);
 
 impl Paid {
-    const NOTHING: Self = Self(0);
+    const NOTHING: Self = Self(NonZeroU64::MIN);
 
     #[inline]
-    const fn new(ns: u64, sample: bool) -> Self {
-        Self(ns << 1 | sample as u64)
+    fn new(ns: u64, sample: bool) -> Self {
+        Self(NonZeroU64::MIN | (ns << 2 | u64::from(sample) << 1))
     }
 
     #[inline]
     pub(super) const fn is_sample(self) -> bool {
-        self.0 & 1 != 0
+        self.0.get() & 2 != 0
     }
 
     const fn ns(self) -> u64 {
-        self.0 >> 1
+        self.0.get() >> 2
     }
 }
 
@@ -93,7 +95,7 @@ impl Pacer {
             captures: Captures::new(),
             local: [const {
                 Local {
-                    launches: AtomicU32::new(0),
+                    left: AtomicU32::new(0),
                     beat: AtomicU64::new(0),
                     spent_ns: AtomicU64::new(0),
                     resident: AtomicU64::new(0),
@@ -131,7 +133,7 @@ impl Pacer {
         if !self.has_to_pay(lane, || request.stream, events) {
             return call();
         }
-        let paid = self.pay(lane, request, events);
+        let paid = self.pay_known(lane, request.key).unwrap_or_else(|| self.pay(lane, request, events));
         if paid.is_sample() {
             return self.measured(lane, request, paid, events, call);
         }
@@ -142,6 +144,21 @@ impl Pacer {
         result
     }
 
+    /// Pays for a launch that may go at once, as far as is known without a look at the clock; `None` = that cannot be
+    /// told, and nothing was paid. This is the way of most launches, so it does no more than it must: that there is a
+    /// limit was seen [before](Self::has_to_pay), and a bucket without one admits nobody here.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "its only caller stands apart already")]
+    pub(super) fn pay_known(&self, lane: &impl Lane, key: Key) -> Option<Paid> {
+        let local = self.local.get(lane.index())?;
+        let known = self.costs.known(key)?;
+        let now = local.now.load(Relaxed);
+        lane.bucket().admit_at_past(now, known.ns, lane.page_terms()).then(|| {
+            local.spent(known.ns);
+            Paid::new(known.ns, known.book())
+        })
+    }
+
     /// Waits until `request` may go.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "its only caller stands apart already")]
@@ -149,12 +166,6 @@ impl Pacer {
         let (Some(terms), Some(local)) = (lane.terms(), self.local.get(lane.index())) else {
             return Paid::NOTHING;
         };
-        if let Some(known) = self.costs.known(request.key)
-            && lane.bucket().admit_at_past(local.now.load(Relaxed), known.ns, terms)
-        {
-            local.spent(known.ns);
-            return Paid::new(known.ns, known.book());
-        }
         let Some(quote) = self.admit(lane, local, terms, request, true, events) else {
             return Paid::NOTHING;
         };
@@ -202,12 +213,21 @@ impl Pacer {
     #[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
     fn stamp(&self, lane: &impl Lane) {
         let Some(local) = self.local.get(lane.index()) else { return };
-        let (launches, beat) = (local.launches.load(Relaxed), lane.page().heartbeat.load(Relaxed));
-        local.launches.store(launches.wrapping_add(1), Relaxed);
+        let (left, beat) = (local.left.load(Relaxed), lane.page().heartbeat.load(Relaxed));
         let quiet = lane.tail().recent_kernel.load(Relaxed) == JUST_LAUNCHED;
-        if !quiet || beat != local.beat.load(Relaxed) || launches.is_multiple_of(STAMP_EVERY) {
+        if quiet && beat == local.beat.load(Relaxed) && left != 0 {
+            local.left.store(left - 1, Relaxed);
+        } else {
+            local.left.store(STAMP_EVERY - 1, Relaxed);
             local.beat.store(beat, Relaxed);
             renew(lane, local);
+        }
+    }
+
+    /// The next launch on the card at `index` renews its stamps.
+    pub(super) fn stamp_next(&self, index: u8) {
+        if let Some(local) = self.local.get(usize::from(index)) {
+            local.left.store(0, Relaxed);
         }
     }
 

@@ -17,6 +17,7 @@ use mullion_pace::{Correction, Key, SCALE_ONE, Size};
 use super::Lane;
 use super::capture::Capture;
 use super::events::{Events, Handle, Query};
+use super::lane::Calm;
 use super::pacer::{Pacer, Request};
 use crate::container::{CardWords, HamiTail, Page, PageCard};
 use crate::cuda::{CUenum, CUresult};
@@ -177,6 +178,37 @@ fn without_a_limit_a_launch_leaves_its_stamps_and_nothing_else() {
     files.tail.recent_kernel.store(1, Relaxed);
     let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
     assert_eq!(files.tail.recent_kernel.load(Relaxed), JUST_LAUNCHED);
+}
+
+#[test]
+fn without_a_share_on_any_card_the_card_is_only_asked_for_where_a_stamp_is_due() {
+    let (files, calm) = (Files::new(0), Calm::new());
+    let launch = || {
+        let passes = calm.lets_pass(&files.page, &files.tail);
+        if !passes {
+            // As the launch's stamp does.
+            let due = calm.look(files.page.heartbeat.load(Relaxed));
+            files.tail.recent_kernel.store(JUST_LAUNCHED, Relaxed);
+            return Some(due);
+        }
+        None
+    };
+    let looks = |count: usize| (0..count).filter_map(|_| launch()).collect::<Vec<_>>();
+    // The agent's heartbeat moved: cards in turns are all seen, then nearly all launches pass.
+    assert_eq!(looks(32), [false; 32]);
+    assert_eq!(looks(630), [true; 10]);
+    // A heartbeat is seen at once, and so is a gate or HAMi's countdown.
+    files.page.heartbeat.fetch_add(1, Relaxed);
+    assert_eq!(looks(33), [[false; 32].as_slice(), &[true]].concat());
+    assert_eq!(launch(), None);
+    files.tail.recent_kernel.store(GATED, Relaxed);
+    assert_eq!(launch(), Some(true));
+    // Of two cards by turns each gets stamps.
+    let seen: Vec<usize> = (0..1000).filter(|_| launch().is_some()).collect();
+    assert!(
+        [0, 1].iter().all(|card| seen.iter().filter(|launch| *launch % 2 == *card).count() >= 7),
+        "{seen:?}"
+    );
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::Args;
-use hook_bench::{Call, Kind, Program, Setup, trace};
+use hook_bench::{Kind, Program, trace};
 use serde_json::json;
 
 use crate::Files;
@@ -29,14 +29,7 @@ pub fn run(files: &Files, options: &Options) -> Result<Report> {
         &format!("system calls in {} calls", options.calls),
     ]);
     let mut values = Vec::new();
-    let limited = Setup { core: 50, ..Setup::default() };
-    for (name, call, setup) in [
-        ("alloc + free, 2 MiB", Call::Pair(2 << 20), Setup::default()),
-        ("alloc + free, 512 B", Call::Pair(512), Setup { step: 512, ..Setup::default() }),
-        ("memory info", Call::Info, Setup::default()),
-        ("launch, no limit", Call::Launch, Setup::default()),
-        ("launch, 50 %", Call::Launch, limited),
-    ] {
+    for (name, call, setup) in trace::cases() {
         eprintln!("{name}");
         let container = files.container(setup)?;
         let mut program = Program::start(&mut container.command(Kind::Hooked))?;

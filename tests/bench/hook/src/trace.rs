@@ -9,8 +9,24 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
 
-use crate::container::Container;
+use crate::container::{Container, Setup};
 use crate::program::{Call, Program};
+
+/// What is counted: names, calls, and the containers that they are made in.
+#[must_use]
+pub fn cases() -> [(&'static str, Call, Setup); 7] {
+    let one = Setup::default();
+    let two = Setup { cards: 2, ..one };
+    [
+        ("alloc + free, 2 MiB", Call::Pair(2 << 20), one),
+        ("alloc + free, 512 B", Call::Pair(512), Setup { step: 512, ..one }),
+        ("memory info", Call::Info, one),
+        ("launch, no limit", Call::Launch, one),
+        ("launch, no limit, two cards", Call::Launch, two),
+        ("launch, 50 %", Call::Launch, Setup { core: 50, ..one }),
+        ("launch, 50 %, two cards", Call::Launch, Setup { core: 50, ..two }),
+    ]
+}
 
 /// Calls before the first that is counted.
 const WARM: u32 = 20_000;
