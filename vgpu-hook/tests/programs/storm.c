@@ -1,5 +1,5 @@
-// Threads that take and give memory all at once: `storm mix SEED`, `storm modules SEED`, `storm frees SEED`. At points where
-// all of them wait, what the card gave the process is told beside what the library says of it.
+// Threads that take and give memory all at once: `storm WHAT SEED ROUNDS`. At points where all of them wait, what the card gave
+// the process is told beside what the library says of it.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -225,6 +225,34 @@ static void *reusing(void *unused) {
   return unused;
 }
 
+static atomic_int off;
+static void compare(void) {
+  size_t free_bytes = 0, total = 0;
+  if (cuMemGetInfo_v2(&free_bytes, &total)) wrong++;
+  if (fake_cuda_given(0) != total - free_bytes) off++;
+}
+
+// Two load an image each at once, and unload in this or the other order.
+static void *pairing(void *number) {
+  int me = (intptr_t)number;
+  ptr random = 88172645463325252ull * (seed + 1) + 1442695040888963407ull * (me + 1);
+  if (cuCtxSetCurrent(context)) wrong++;
+  for (unsigned round = 0; round < rounds; round++) {
+    struct slot slot = { 0 };
+    together();
+    load(&slot, next(&random));
+    for (int turn = 0; turn < 2; turn++) {
+      together();
+      if (!me) compare();
+      together();
+      if ((round & 1) == (turn ^ me)) give(&slot);
+    }
+    together();
+    if (!me) compare();
+  }
+  return 0;
+}
+
 int main(int argc, char **argv) {
   if (argc < 4) return 2;
   seed = atoi(argv[2]);
@@ -235,6 +263,7 @@ int main(int argc, char **argv) {
   if (!strcmp(argv[1], "modules")) { modules = 1; threads = 4; }
   if (!strcmp(argv[1], "frees")) { work = freeing; threads = 2; }
   if (!strcmp(argv[1], "reused")) { work = freeing; threads = 3; }
+  if (!strcmp(argv[1], "pairs")) { work = pairing; threads = 2; }
   tell("begin");
   pthread_t t[MOST_THREADS];
   pthread_barrier_init(&barrier, 0, work == freeing ? 2 : threads);
@@ -242,6 +271,6 @@ int main(int argc, char **argv) {
   for (unsigned i = 0; i < threads; i++) pthread_join(t[i], 0);
   if (cuCtxSynchronize()) wrong++;
   tell("last");
-  printf("wrong %d\nrefused %d\npeak %llu\n", wrong, refused, fake_cuda_peak(0));
+  printf("wrong %d\noff %d\nrefused %d\npeak %llu\n", wrong, off, refused, fake_cuda_peak(0));
   return 0;
 }

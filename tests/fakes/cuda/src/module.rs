@@ -11,11 +11,12 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_uint};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use crate::abi::{Code, DevicePtr, Handle, Opaque, Out, Text};
 use crate::driver::{Driver, number};
-use crate::gate::entry;
+use crate::gate::{entry, open_entry};
 use crate::memory::Backing;
 use crate::space::Use;
 
@@ -168,6 +169,21 @@ impl Driver {
     }
 }
 
+/// Loads an image, for which other threads need not wait: before and after the card gives memory for it, `FAKE_CUDA_LOAD_US` (0) pass.
+fn load_slowly(load: impl FnOnce(&mut Driver) -> Result<Handle, Code>) -> Result<Handle, Code> {
+    static WAIT: OnceLock<Duration> = OnceLock::new();
+    let time = WAIT.get_or_init(|| Duration::from_micros(number("FAKE_CUDA_LOAD_US", 0)));
+    let wait = || {
+        if !time.is_zero() {
+            std::thread::sleep(*time)
+        }
+    };
+    wait();
+    let loaded = crate::gate::driver().as_mut().map_or(Err(Code::NOT_INITIALIZED), load);
+    wait();
+    loaded
+}
+
 /// The size of an image by its own head.
 fn image_size(image: Opaque) -> Result<u64, Code> {
     if image.is_null() {
@@ -209,29 +225,47 @@ fn image_size(image: Opaque) -> Result<u64, Code> {
     }
 }
 
-entry! {
-    fn cuModuleLoad(module: Out<Handle>, path: Text) |driver| {
+open_entry! {
+    fn cuModuleLoad(module: Out<Handle>, path: Text) {
         module.check()?;
-        module.put(driver.load_file(path, false)?)
+        module.put(load_slowly(|driver| driver.load_file(path, false))?)
     }
 
-    fn cuModuleLoadData(module: Out<Handle>, image: Opaque) |driver| {
+    fn cuModuleLoadData(module: Out<Handle>, image: Opaque) {
         module.check()?;
-        module.put(driver.load(image, false)?)
+        module.put(load_slowly(|driver| driver.load(image, false))?)
     }
 
     fn cuModuleLoadDataEx(
         module: Out<Handle>, image: Opaque, _count: c_uint, _options: Opaque, _values: Opaque,
-    ) |driver| {
+    ) {
         module.check()?;
-        module.put(driver.load(image, false)?)
+        module.put(load_slowly(|driver| driver.load(image, false))?)
     }
 
-    fn cuModuleLoadFatBinary(module: Out<Handle>, image: Opaque) |driver| {
+    fn cuModuleLoadFatBinary(module: Out<Handle>, image: Opaque) {
         module.check()?;
-        module.put(driver.load(image, false)?)
+        module.put(load_slowly(|driver| driver.load(image, false))?)
     }
 
+    fn cuLibraryLoadData(
+        library: Out<Handle>, code: Opaque, _jit: Opaque, _jit_values: Opaque, _jit_count: c_uint, _options: Opaque,
+        _values: Opaque, _count: c_uint,
+    ) {
+        library.check()?;
+        library.put(load_slowly(|driver| driver.load(code, true))?)
+    }
+
+    fn cuLibraryLoadFromFile(
+        library: Out<Handle>, path: Text, _jit: Opaque, _jit_values: Opaque, _jit_count: c_uint, _options: Opaque,
+        _values: Opaque, _count: c_uint,
+    ) {
+        library.check()?;
+        library.put(load_slowly(|driver| driver.load_file(path, true))?)
+    }
+}
+
+entry! {
     fn cuModuleUnload(module: Handle) |driver| {
         driver.unload(module)
     }
@@ -253,22 +287,6 @@ entry! {
     fn cuModuleGetFunctionCount(count: Out<c_uint>, module: Handle) |driver| {
         let module = driver.objects.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
         count.put(c_uint::try_from(module.by_name.len()).unwrap_or(0))
-    }
-
-    fn cuLibraryLoadData(
-        library: Out<Handle>, code: Opaque, _jit: Opaque, _jit_values: Opaque, _jit_count: c_uint, _options: Opaque,
-        _values: Opaque, _count: c_uint,
-    ) |driver| {
-        library.check()?;
-        library.put(driver.load(code, true)?)
-    }
-
-    fn cuLibraryLoadFromFile(
-        library: Out<Handle>, path: Text, _jit: Opaque, _jit_values: Opaque, _jit_count: c_uint, _options: Opaque,
-        _values: Opaque, _count: c_uint,
-    ) |driver| {
-        library.check()?;
-        library.put(driver.load_file(path, true)?)
     }
 
     fn cuLibraryUnload(library: Handle) |driver| {
