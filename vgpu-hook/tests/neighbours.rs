@@ -112,6 +112,31 @@ fn another_process_of_the_container_shifts_no_figure() {
     assert_eq!(session.agree("the end"), 64 * MIB);
 }
 
+/// What the dead held stays on the card for a while.
+#[test]
+#[ignore = "needs the built library"]
+fn processes_that_die_meanwhile_shift_no_figure() {
+    let mut place = place("own");
+    place.set("FAKE_CUDA_RELEASE_DELAY_MS", "30");
+    let mut session = place.ready();
+    let off = std::thread::scope(|scope| {
+        let killer = scope.spawn(|| {
+            for _ in 0..30 {
+                let mut victim = place.ready();
+                victim.done("churn 1");
+                victim.kill();
+            }
+        });
+        let mut all = Vec::new();
+        while !killer.is_finished() {
+            all.extend(off(&mut session, 5, |_| place.slot(0).claimed));
+        }
+        all
+    });
+    none(&off, "beside processes that die");
+    assert_eq!(session.given(), 64 * MIB);
+}
+
 #[test]
 #[ignore = "needs the built library"]
 fn primary_contexts_made_beside_a_busy_neighbour_are_charged_in_full() {

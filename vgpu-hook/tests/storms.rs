@@ -138,6 +138,37 @@ fn of_two_modules_loaded_at_once_the_one_that_stays_is_charged_its_own() {
     }
 }
 
+#[test]
+#[ignore = "needs the built library"]
+fn contexts_and_their_limits_are_charged_in_full_among_threads_that_allocate() {
+    for (processes, beside) in [("own", true), ("own", false), ("none", false)] {
+        let mut place = Place::new().contexts_of(24).limited(2048 * MIB);
+        place.set("FAKE_NVML_PROCESSES", processes);
+        let _neighbour = beside.then(|| place.busy("neighbour.cache"));
+        let storm = storm(&place, "contexts", 9, 2_000);
+        for point in &storm.points {
+            assert_eq!(point.charged, point.given, "{processes}, beside another: {beside}: {storm:#?}");
+        }
+        let end = (storm.last.given, storm.wrong);
+        assert_eq!(end, (24 * MIB, 0), "{processes}, beside another: {beside}: {storm:#?}");
+    }
+}
+
+/// A call that waits at the driver is not waited for without end, and what it does later is not taken for what an image took.
+#[test]
+#[ignore = "needs the built library"]
+fn a_free_that_waits_for_a_kernel_shifts_no_figure() {
+    for processes in ["own", "none"] {
+        let mut place = Place::new().contexts_of(64).limited(1024 * MIB);
+        place.set("FAKE_NVML_PROCESSES", processes);
+        let storm = storm(&place, "waiting", 8, 20);
+        for point in &storm.points {
+            assert_eq!(point.charged, point.given, "{processes}: {storm:#?}");
+        }
+        assert_eq!((storm.last.given, storm.wrong), (64 * MIB, 0), "{processes}: {storm:#?}");
+    }
+}
+
 /// Two threads free one address at the same time, which the driver takes from one of them: it is taken off the books once. In the second
 /// case a third thread gets the addresses meanwhile.
 #[test]

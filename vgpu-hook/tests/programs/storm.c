@@ -25,6 +25,7 @@ res cuMemAlloc_v2(ptr *, size_t);
 res cuMemFree_v2(ptr);
 res cuMemAllocPitch_v2(ptr *, size_t *, size_t, size_t, unsigned);
 res cuMemAllocAsync(ptr *, size_t, void *);
+res cuMemFreeAsync(ptr, void *);
 res cuMemCreate(ptr *, size_t, const struct allocation *, ptr);
 res cuMemRelease(ptr);
 res cuArray3DCreate_v2(void **, const struct array3d *);
@@ -35,11 +36,17 @@ res cuMipmappedArrayDestroy(void *);
 res cuMipmappedArrayGetMemoryRequirements(struct requirements *, void *, int);
 res cuModuleLoadData(void **, const void *);
 res cuModuleUnload(void *);
+res cuModuleGetFunction(void **, void *, const char *);
+res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+res cuCtxCreate_v2(void **, unsigned, int);
+res cuCtxDestroy_v2(void *);
+res cuCtxPopCurrent_v2(void **);
+res cuCtxSetLimit(unsigned, size_t);
 ptr fake_cuda_given(int);
 ptr fake_cuda_peak(int);
 
 enum { MOST_THREADS = 8, SLOTS = 24, SMALL = 1 << 20 };
-enum kind { NOTHING, PLAIN, PHYSICAL, ARRAY, MIPMAP, MODULE };
+enum kind { NOTHING, PLAIN, PHYSICAL, ARRAY, MIPMAP, MODULE, CONTEXT };
 struct slot { enum kind kind; void *handle; ptr address; size_t needed; };
 
 static void *context;
@@ -125,6 +132,7 @@ static void give(struct slot *slot) {
   case ARRAY: count_array(slot, -1); result = cuArrayDestroy(slot->handle); break;
   case MIPMAP: count_array(slot, -1); result = cuMipmappedArrayDestroy(slot->handle); break;
   case MODULE: result = cuModuleUnload(slot->handle); break;
+  case CONTEXT: result = cuCtxDestroy_v2(slot->handle); break;
   }
   if (result) wrong++;
   slot->kind = NOTHING;
@@ -134,6 +142,15 @@ static void load(struct slot *slot, ptr random) {
   // An ELF file whose section headers, none, lie at its end.
   ptr image[8] = { 0x464c457f, 0, 0, 0, 0, (2 << 20) + random % (6 << 20) };
   if (made(cuModuleLoadData(&slot->handle, image))) slot->kind = MODULE;
+}
+
+// A context with a heap of its own.
+static void make_context(struct slot *slot, ptr random) {
+  void *popped;
+  if (!made(cuCtxCreate_v2(&slot->handle, 0, 0))) return;
+  slot->kind = CONTEXT;
+  made(cuCtxSetLimit(2, (8 << 20) + random % (40 << 20)));
+  if (cuCtxPopCurrent_v2(&popped)) wrong++;
 }
 
 static void tell(const char *when) {
@@ -149,8 +166,8 @@ static void quiet(int me, const char *when) {
   pthread_barrier_wait(&barrier);
 }
 
-// With `modules` the first two threads load images, and the others allocate.
-static int modules;
+// With `modules` the first two threads load images, or make contexts with `contexts`, and the others allocate.
+static int modules, contexts;
 static void *mixing(void *number) {
   int me = (intptr_t)number;
   ptr random = 88172645463325252ull * (seed + 1) + 1442695040888963407ull * (me + 1);
@@ -161,6 +178,7 @@ static void *mixing(void *number) {
       struct slot *slot = &slots[next(&random) % SLOTS];
       ptr what = next(&random);
       if (slot->kind) give(slot);
+      else if (contexts && me < 2 && what % 2) make_context(slot, what >> 8);
       else if (modules && me < 2) load(slot, what >> 8);
       else if (modules) take(slot, (what & ~0xffull) | what % 7); // no arrays
       else take(slot, what);
@@ -172,7 +190,10 @@ static void *mixing(void *number) {
   return 0;
 }
 
+static res free_in_stream(ptr address) { return cuMemFreeAsync(address, 0); }
+
 static atomic_ullong shared;
+static res (*release)(ptr), (*other)(ptr);
 static atomic_int winners, stop;
 
 // Two threads go on at the same moment.
@@ -183,7 +204,7 @@ static void together(void) {
     if (spins % 4096 == 0) sched_yield();
 }
 
-// Both free the same address at once; one of them can.
+// Both free the same address at once, or release the same handle; one of them can.
 static void *freeing(void *number) {
   int me = (intptr_t)number;
   ptr random = 88172645463325252ull * (seed + 1);
@@ -193,17 +214,20 @@ static void *freeing(void *number) {
       ptr made_here = 0, of = next(&random);
       size_t pitch;
       res r = 0;
-      switch (of % 4) {
+      struct allocation p = { .kind = 1, .handles = 1, .location = { 1, 0 } };
+      release = cuMemFree_v2; other = (of & 16) ? free_in_stream : cuMemFree_v2;
+      switch (of % 5) {
       case 0: r = cuMemAlloc_v2(&made_here, 1 + (of >> 8) % SMALL); break;
       case 1: r = cuMemAlloc_v2(&made_here, SMALL + 1 + (of >> 8) % (4 << 20)); break;
       case 2: r = cuMemAllocPitch_v2(&made_here, &pitch, 100 + (of >> 8) % 3000, 1 + (of >> 24) % 900, 4); break;
       case 3: r = cuMemAllocAsync(&made_here, 1 + (of >> 8) % (4 << 20), 0); break;
+      case 4: r = cuMemCreate(&made_here, (1 + of % 3) << 21, &p, 0); release = other = cuMemRelease; break;
       }
       if (!made(r)) made_here = 0;
       shared = made_here;
     }
     together();
-    if (shared && !cuMemFree_v2(shared)) winners++;
+    if (shared && !(me ? other : release)(shared)) winners++;
     together();
     if (!me && shared && atomic_exchange(&winners, 0) != 1 && threads == 2) wrong++;
   }
@@ -253,6 +277,38 @@ static void *pairing(void *number) {
   return 0;
 }
 
+// One frees what a kernel still uses, and waits at the driver longer than anybody looks; the other one makes contexts and loads images.
+static void *waiting(void *number) {
+  int me = (intptr_t)number;
+  ptr random = 88172645463325252ull * (seed + 1);
+  struct slot image = { 0 };
+  void *kernel = 0, *made_here;
+  if (cuCtxSetCurrent(context)) wrong++;
+  if (!me) {
+    load(&image, 0);
+    if (cuModuleGetFunction(&kernel, image.handle, "busy_45ms")) wrong++;
+  }
+  for (unsigned round = 0; round < rounds; round++) {
+    pthread_barrier_wait(&barrier);
+    if (!me) {
+      ptr used;
+      if (cuMemAlloc_v2(&used, 8 << 20) || cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0) || cuMemFree_v2(used)) wrong++;
+    } else {
+      for (int i = 0; i < 3; i++) {
+        load(&image, next(&random));
+        if (cuCtxCreate_v2(&made_here, 0, 0) || cuCtxDestroy_v2(made_here) || cuCtxSetCurrent(context)) wrong++;
+        give(&image);
+      }
+      load(&image, next(&random));
+    }
+    quiet(me, "quiet");
+    if (me) give(&image);
+    quiet(me, "quiet");
+  }
+  give(&image);
+  return 0;
+}
+
 int main(int argc, char **argv) {
   if (argc < 4) return 2;
   seed = atoi(argv[2]);
@@ -261,9 +317,11 @@ int main(int argc, char **argv) {
   if (cuInit(0) || cuDevicePrimaryCtxRetain(&context, 0) || cuCtxSetCurrent(context)) return 3;
   void *(*work)(void *) = mixing;
   if (!strcmp(argv[1], "modules")) { modules = 1; threads = 4; }
+  if (!strcmp(argv[1], "contexts")) { contexts = modules = 1; threads = 4; }
   if (!strcmp(argv[1], "frees")) { work = freeing; threads = 2; }
   if (!strcmp(argv[1], "reused")) { work = freeing; threads = 3; }
   if (!strcmp(argv[1], "pairs")) { work = pairing; threads = 2; }
+  if (!strcmp(argv[1], "waiting")) { work = waiting; threads = 2; }
   tell("begin");
   pthread_t t[MOST_THREADS];
   pthread_barrier_init(&barrier, 0, work == freeing ? 2 : threads);

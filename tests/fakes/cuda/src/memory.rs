@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use crate::abi::{Code, DevicePtr, Handle, Location, ON_DEVICE, Opaque, Out};
 use crate::context::current;
 use crate::driver::Driver;
-use crate::gate::{entry, hot};
+use crate::gate::{self, entry, hot};
 use crate::space::{BLOCK, LARGEST_PIECE, UNIT, Use, round_up};
 use crate::stub;
 
@@ -96,9 +96,6 @@ impl Driver {
         let Some(alloc) = self.allocs.get(&address).copied() else { return Err(Code::INVALID_VALUE) };
         match alloc.kind {
             Kind::Plain | Kind::Managed | Kind::External => {
-                // Freeing waits for the kernels that may still use it.
-                let card = self.cards[alloc.ordinal].index;
-                self.live.wait(card, self.live.mark(card));
                 self.allocs.remove(&address);
                 self.give_back(alloc.ordinal, address, alloc.backing);
                 Ok(())
@@ -182,18 +179,37 @@ impl Attribute {
     }
 }
 
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuMemFree_v2(address: DevicePtr) -> c_int {
+    if gate::stub()
+        && let Some(code) = stub::free(address)
+    {
+        return code;
+    }
+    gate::open(&crate::table::site::cuMemFree_v2, || {
+        wait_for_users(address);
+        gate::driver().as_mut().map_or(Err(Code::NOT_INITIALIZED), |driver| driver.free_address(address))
+    })
+}
+
+/// Freeing waits for the kernels that may still use it; other threads can call meanwhile.
+fn wait_for_users(address: DevicePtr) {
+    let found = gate::driver().as_ref().and_then(|driver| {
+        let alloc = driver.allocs.get(&address)?;
+        let card = driver.cards[alloc.ordinal].index;
+        Some((driver.live, card, driver.live.mark(card)))
+    });
+    if let Some((live, card, mark)) = found {
+        live.wait(card, mark);
+    }
+}
+
 hot! {
     fn cuMemAlloc_v2(address: Out<DevicePtr>, size: usize) quick {
         Some(stub::allocate(address, size))
     } |driver| {
         address.check()?;
         address.put(driver.allocate(size as u64, Kind::Plain)?)
-    }
-
-    fn cuMemFree_v2(address: DevicePtr) quick {
-        stub::free(address)
-    } |driver| {
-        driver.free_address(address)
     }
 
     fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) quick {
