@@ -16,10 +16,10 @@ mod writes;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::report::Report;
+use crate::report::{Printing, Report};
 
 /// Measures Mullion in a running lab.
 #[derive(Debug, Parser)]
@@ -27,17 +27,8 @@ use crate::report::Report;
 struct Args {
     #[command(subcommand)]
     scenario: Scenario,
-    /// How to print the figures.
-    #[arg(long, global = true, value_enum, default_value_t = Output::Table)]
-    output: Output,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Output {
-    /// Markdown tables.
-    Table,
-    /// JSON, with every single measurement.
-    Json,
+    #[command(flatten)]
+    printing: Printing,
 }
 
 #[derive(Debug, Subcommand)]
@@ -62,13 +53,7 @@ async fn main() -> ExitCode {
         report = run(&args.scenario) => report,
         () = told_to_end() => Err(anyhow::anyhow!("ended by a signal")),
     };
-    match report.and_then(|report| print(&report, args.output)) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("mullion-bench: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    args.printing.end("mullion-bench", report)
 }
 
 async fn run(scenario: &Scenario) -> anyhow::Result<Report> {
@@ -87,12 +72,4 @@ async fn told_to_end() {
         _ = tokio::signal::ctrl_c() => {}
         _ = terminate.recv() => {}
     }
-}
-
-fn print(report: &Report, output: Output) -> anyhow::Result<()> {
-    match output {
-        Output::Table => print!("{report}"),
-        Output::Json => println!("{}", serde_json::to_string_pretty(report)?),
-    }
-    Ok(())
 }

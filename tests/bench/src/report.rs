@@ -1,7 +1,10 @@
 //! What a scenario found: tables for people, values for programs.
 
 use std::fmt;
+use std::process::ExitCode;
 
+use anyhow::Result;
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -16,6 +19,43 @@ pub struct Report {
     pub notes: Vec<String>,
     /// Every single measurement; shape by scenario.
     pub values: Value,
+}
+
+/// How a program tells its outcome.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Printing {
+    /// How to print the figures.
+    #[arg(long, global = true, value_enum, default_value_t = Output::Table)]
+    output: Output,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Output {
+    /// Markdown tables.
+    Table,
+    /// JSON, with every single measurement.
+    Json,
+}
+
+impl Printing {
+    /// Prints what came of `program`; its exit status.
+    pub fn end(self, program: &str, report: Result<Report>) -> ExitCode {
+        match report.and_then(|report| self.print(&report)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{program}: {error:#}");
+                ExitCode::FAILURE
+            }
+        }
+    }
+
+    fn print(self, report: &Report) -> Result<()> {
+        match self.output {
+            Output::Table => print!("{report}"),
+            Output::Json => println!("{}", serde_json::to_string_pretty(report)?),
+        }
+        Ok(())
+    }
 }
 
 /// A table of text cells.

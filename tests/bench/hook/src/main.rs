@@ -11,7 +11,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
+
+use crate::report::{Printing, Report};
 
 /// Measures libvgpu.so over the fake driver's stub, always beside the stub alone.
 #[derive(Debug, Parser)]
@@ -25,17 +27,8 @@ struct Args {
     /// The fake driver; the one beside this program unless given.
     #[arg(long, global = true)]
     driver: Option<PathBuf>,
-    /// How to print the figures.
-    #[arg(long, global = true, value_enum, default_value_t = Output::Table)]
-    output: Output,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Output {
-    /// Markdown tables.
-    Table,
-    /// JSON, with every single measurement.
-    Json,
+    #[command(flatten)]
+    printing: Printing,
 }
 
 #[derive(Debug, Subcommand)]
@@ -64,17 +57,11 @@ impl Files {
 }
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("mullion-hook-bench: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let args = Args::parse();
+    args.printing.end("mullion-hook-bench", run(args))
 }
 
-fn run() -> Result<()> {
-    let args = Args::parse();
+fn run(args: Args) -> Result<Report> {
     let calls = hook_bench::program::beside()?;
     let driver = args.driver.unwrap_or_else(|| calls.with_file_name("libcuda.so"));
     let files = Files { calls, library: args.library, driver };
@@ -86,11 +73,7 @@ fn run() -> Result<()> {
         Scenario::Counts(options) => counts::run(&files, &options)?,
     };
     report.notes.push(load()?);
-    match args.output {
-        Output::Table => print!("{report}"),
-        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
-    }
-    Ok(())
+    Ok(report)
 }
 
 /// How busy the machine is at the end of a run.
