@@ -254,7 +254,8 @@ fn entry(uuid: CardUuid, memory: Option<NonZeroU64>, core: Option<CorePercent>) 
     PageDevice::new(uuid, memory.unwrap_or(NonZeroU64::MAX), core.unwrap_or(CorePercent::WHOLE))
 }
 
-fn page_of(devices: &Devices<PageDevice>) -> PageSpec {
+/// What a page would say of these cards.
+pub(super) fn page_of(devices: &Devices<PageDevice>) -> PageSpec {
     PageSpec {
         sequence: 0,
         heartbeat_ns: 0,

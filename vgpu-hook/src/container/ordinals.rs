@@ -109,23 +109,17 @@ mod tests {
 
     use core::num::NonZeroU64;
 
-    use mullion_region::page::{Enforcement, PageDevice};
+    use mullion_region::page::PageDevice;
     use mullion_region::{CardUuid, CorePercent};
 
+    use super::super::file;
     use super::*;
 
     fn spec(uuids: &[&str]) -> PageSpec {
         let device =
             |text: &&str| PageDevice::new(CardUuid::new(text).unwrap(), NonZeroU64::MIN, CorePercent::WHOLE);
         let devices: std::vec::Vec<_> = uuids.iter().map(device).collect();
-        PageSpec {
-            sequence: 0,
-            heartbeat_ns: 0,
-            futex: 0,
-            enforcement: Enforcement::Required,
-            grant: 0,
-            devices: Devices::from_slice(&devices).unwrap(),
-        }
+        file::page_of(&Devices::from_slice(&devices).unwrap())
     }
 
     fn visible(uuids: &[&str]) -> Cards {

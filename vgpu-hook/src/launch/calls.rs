@@ -164,53 +164,39 @@ kernels! {
 type KernelEx =
     unsafe extern "C" fn(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void) -> CUresult;
 
-unsafe fn kernel_ex_in(
-    real: KernelEx,
-    config: *const CUlaunchConfig,
-    function: CUfunction,
-    parameters: *mut *mut c_void,
-    extra: *mut *mut c_void,
-    per_thread: bool,
-) -> CUresult {
-    // SAFETY: null, or the program's configuration.
-    let Some(c) = (unsafe { config.as_ref() }) else {
-        // SAFETY: the program's own arguments; the driver refuses them.
-        return unsafe { real(config, function, parameters, extra) };
-    };
-    launch!(
-        kernel_key(function, c.grid),
-        kernel_request(function, c.grid, c.block, c.stream, per_thread),
-        c.stream,
-        per_thread,
-        {
-            // SAFETY: the program's own arguments.
-            unsafe { real(config, function, parameters, extra) }
+macro_rules! kernels_ex {
+    ($($(#[$doc:meta])* $name:ident, $per_thread:literal;)*) => {$(
+        $(#[$doc])*
+        pub(crate) unsafe fn $name(
+            real: KernelEx,
+            config: *const CUlaunchConfig,
+            function: CUfunction,
+            parameters: *mut *mut c_void,
+            extra: *mut *mut c_void,
+        ) -> CUresult {
+            // SAFETY: null, or the program's configuration.
+            let Some(c) = (unsafe { config.as_ref() }) else {
+                // SAFETY: the program's own arguments; the driver refuses them.
+                return unsafe { real(config, function, parameters, extra) };
+            };
+            launch!(
+                kernel_key(function, c.grid),
+                kernel_request(function, c.grid, c.block, c.stream, $per_thread),
+                c.stream,
+                $per_thread,
+                {
+                    // SAFETY: the program's own arguments.
+                    unsafe { real(config, function, parameters, extra) }
+                }
+            )
         }
-    )
+    )*};
 }
-
-/// `cuLaunchKernelEx`.
-pub(crate) unsafe fn kernel_ex(
-    real: KernelEx,
-    config: *const CUlaunchConfig,
-    function: CUfunction,
-    parameters: *mut *mut c_void,
-    extra: *mut *mut c_void,
-) -> CUresult {
-    // SAFETY: as the caller says.
-    unsafe { kernel_ex_in(real, config, function, parameters, extra, false) }
-}
-
-/// `cuLaunchKernelEx_ptsz`.
-pub(crate) unsafe fn kernel_ex_ptsz(
-    real: KernelEx,
-    config: *const CUlaunchConfig,
-    function: CUfunction,
-    parameters: *mut *mut c_void,
-    extra: *mut *mut c_void,
-) -> CUresult {
-    // SAFETY: as the caller says.
-    unsafe { kernel_ex_in(real, config, function, parameters, extra, true) }
+kernels_ex! {
+    /// `cuLaunchKernelEx`.
+    kernel_ex, false;
+    /// `cuLaunchKernelEx_ptsz`.
+    kernel_ex_ptsz, true;
 }
 
 /// `cuLaunchCooperativeKernelMultiDevice` (until CUDA 12): pays on every card of the container.
