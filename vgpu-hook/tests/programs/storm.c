@@ -166,7 +166,8 @@ static void quiet(int me, const char *when) {
   pthread_barrier_wait(&barrier);
 }
 
-// With `modules` the first two threads load images, or make contexts with `contexts`, and the others allocate.
+// With `modules` the first two threads load images and the others allocate. With `contexts` the first two make contexts, too, and the
+// last one makes arrays.
 static int modules, contexts;
 static void *mixing(void *number) {
   int me = (intptr_t)number;
@@ -180,9 +181,13 @@ static void *mixing(void *number) {
       if (slot->kind) give(slot);
       else if (contexts && me < 2 && what % 2) make_context(slot, what >> 8);
       else if (modules && me < 2) load(slot, what >> 8);
-      else if (modules) take(slot, (what & ~0xffull) | what % 7); // no arrays
+      else if (contexts && me == 3) take(slot, what | 8); // arrays alone
+      // No arrays, and small pieces for one thread alone: two that are the first in a block at the same time may both pay for it.
+      else if (modules) take(slot, (what & ~0xffull) | (me == 2 ? what % 7 : 3 + what % 4));
       else take(slot, what);
     }
+    // What they are charged is not exact while there are some.
+    for (int i = 0; contexts && me == 3 && i < SLOTS; i++) give(&slots[i]);
     quiet(me, "quiet");
   }
   for (int i = 0; i < SLOTS; i++) give(&slots[i]);
