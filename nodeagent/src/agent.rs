@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 use crate::api::{self, Watches};
-use crate::audit::{Audit, carried_over};
+use crate::audit::{Audit, Held, carried_over};
 use crate::checkpoint;
 use crate::config::{Enforcement, Settings};
 use crate::device_plugin::server::{Prepare, Service};
@@ -145,7 +145,13 @@ impl Agent {
             let preparer = Arc::clone(&preparer);
             async move { preparer.prepare(ids).await }.boxed()
         });
-        let service = Service::new(offered, prepare, Arc::clone(&self.metrics), self.facts.clone());
+        let service = Service::new(
+            offered,
+            prepare,
+            Arc::clone(&self.shared),
+            Arc::clone(&self.metrics),
+            self.facts.clone(),
+        );
         let (registered, is_registered) = watch::channel(false);
         self.tasks.spawn(device_plugin::run(settings.device_plugin_dir.clone(), service, registered));
         let slots = keep_slots(
@@ -263,6 +269,7 @@ async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<Strin
         release::remove_specs(&settings.cdi_dir)?;
         state.put(Key::BootId, &boot_id).await?;
     }
+    world.issued = state.get(Key::Issued).await?.unwrap_or_default();
     world.refold_node();
     for object in state.allocations::<VGPUAllocation>().await? {
         if object.spec.node_name == settings.node.as_str() {
@@ -301,7 +308,7 @@ async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
     let new = audit.open(&node).await;
     if state.fresh {
         match audit.held(&node).await {
-            Ok((facts, grants)) => {
+            Ok(Held { facts, grants, issued }) => {
                 info!(allocations = facts.len(), grants = grants.len(), "rebuilt from the audit log");
                 for grant in &grants {
                     if let Err(error) = state.put_grant(grant).await {
@@ -325,6 +332,7 @@ async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
                     for grant in grants {
                         world.grants.entry(grant.grant.clone()).or_insert(grant);
                     }
+                    world.issued.extend(issued);
                 });
             }
             Err(error) => {

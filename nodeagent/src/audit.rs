@@ -123,17 +123,31 @@ impl Audit {
         }
     }
 
-    /// What the log says is held on this node: for an agent whose state file is lost.
+    /// What the log says is held on this node, and which grants are open: for an agent whose state file is lost.
     ///
     /// # Errors
     /// [`Error::Audit`].
-    pub async fn held(&self, node: &NodeName) -> Result<(Vec<AllocationFact>, Vec<Grant>), Error> {
+    pub async fn held(&self, node: &NodeName) -> Result<Held, Error> {
         let failed = |source| Error::Audit { source };
         let path = self.path.clone();
         let replay = async move { AuditReader::open(path).await?.replay().await };
         let ledger = replay.boxed().await.map_err(failed)?;
-        Ok(held(&ledger.allocations, node))
+        let (facts, grants) = held(&ledger.allocations, node);
+        let open = ledger.grants.into_iter().filter(|(_, grant)| grant.allocation.is_none());
+        let issued = open.map(|(name, grant)| (name, grant.issued.as_second())).collect();
+        Ok(Held { facts, grants, issued })
     }
+}
+
+/// What an audit log says is held.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// Allocations.
+    pub facts: Vec<AllocationFact>,
+    /// Grants that are filled.
+    pub grants: Vec<Grant>,
+    /// Those that are not, with when they were answered with, in Unix seconds.
+    pub issued: BTreeMap<String, i64>,
 }
 
 /// On a thread of its own: the migrator of sqlx makes a future that the compiler cannot prove to be `Send`.
@@ -272,7 +286,12 @@ mod tests {
         let kinds: Vec<&str> = rows.iter().map(|r| r.event.kind()).collect();
         assert_eq!(kinds, ["AllocationReserved", "Prepared", "InitDone"]);
         audit.append_many(rows).await.unwrap();
-        let (facts, grants) = audit.held(&world.node).await.unwrap();
+        let issued = |grant: &str| Event::GrantIssued { grant: grant.to_owned(), device_ids: Vec::new() };
+        let open = ["0123456789abcdef", "fedcba9876543210"].map(|grant| issued(grant).into());
+        audit.append_many(open.into()).await.unwrap();
+        audit.append_many(carried_over(&world)).await.unwrap();
+        let Held { facts, grants, issued } = audit.held(&world.node).await.unwrap();
+        assert_eq!(issued.into_keys().collect::<Vec<_>>(), ["fedcba9876543210"], "the other one is filled");
         let plain = |f: &facts::AllocationFact| {
             let mut containers = f.containers.clone();
             containers.sort_by(|a, b| a.name.cmp(&b.name));

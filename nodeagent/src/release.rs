@@ -4,10 +4,13 @@
 //! deleted marks allocations while pods run). What frees the capacity is proof: the pod's cgroup is gone in every
 //! hierarchy, no process of the node is in one, and none of the pod's is on its cards.
 
+mod sweep;
+mod unused;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -35,6 +38,8 @@ use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
 use crate::state::State;
 use crate::status::{self, Claim};
 use crate::world::{Driver, PodSeen, Shared, Witness, World};
+pub use sweep::remove_specs;
+use sweep::{SWEEP, report};
 
 /// How often proof is looked for while something is being released.
 const POLL: Duration = Duration::from_millis(100);
@@ -44,8 +49,6 @@ const SLOWEST: Duration = Duration::from_secs(5);
 const LAG: Duration = Duration::from_secs(3);
 /// A release that takes longer is told of: the kubelet's own 30 s for a container to end are over by then.
 const LONG: Duration = Duration::from_secs(30);
-/// How often files without an owner are looked for, and how old they must be.
-const SWEEP: Duration = Duration::from_secs(20);
 
 /// All processes of the node: the agent shares its namespace of them.
 const PROC: &str = "/proc";
@@ -142,6 +145,7 @@ impl Releaser {
         let mut leaving: BTreeMap<AllocationUid, Leaving> = BTreeMap::new();
         let mut missing: BTreeMap<AllocationUid, Instant> = BTreeMap::new();
         let mut sweep = Instant::now();
+        let mut issued = self.shared.read(|w| w.issued.clone());
         loop {
             bell.borrow_and_update();
             self.find(&mut leaving, &mut missing).await;
@@ -176,6 +180,7 @@ impl Releaser {
             if sweep <= Instant::now() {
                 self.look(&cgroups).await;
                 self.sweep(&cgroups).await;
+                self.withdraw_unused(&mut issued).await;
                 report(self.library.sweep().await);
                 sweep = Instant::now() + SWEEP;
             }
@@ -444,77 +449,6 @@ impl Releaser {
             }
         }
     }
-
-    /// Removes files of ours that nobody owns: left by an agent that was killed, or by an allocation whose finalizer
-    /// somebody else took off.
-    async fn sweep(&self, cgroups: &Cgroups) {
-        let (listed, grants) = self.shared.read(|w| {
-            // An orphan known from the audit log alone has no object that a release could start from.
-            let bare = |uid: &AllocationUid| w.orphans.contains(uid) && !w.allocations.contains_key(uid);
-            let known =
-                |uid: &str| w.ledger.allocation(&uid.into()).is_some_and(|f| !f.released && !bare(&f.uid));
-            let grants: Vec<_> = w.grants.values().map(|g| (g.clone(), known(&g.allocation))).collect();
-            (w.allocations_listed && w.pods.is_some(), grants)
-        });
-        if !listed {
-            return;
-        }
-        for (grant, known) in &grants {
-            if *known || !matches!(cgroups.remains(&grant.pod), Ok(None)) {
-                continue;
-            }
-            let folder = container_folder(&self.settings, &grant.pod, &grant.container);
-            let removed = self.remove_grant(&grant.grant).and_then(|()| files::remove_folder(&folder));
-            let forgotten = match removed {
-                Ok(()) => self.state.forget(&grant.allocation).await,
-                Err(error) => Err(error),
-            };
-            match forgotten {
-                Ok(()) => {
-                    info!(grant = grant.grant, pod_uid = grant.pod, "removed a grant without an allocation");
-                    let event = AuditEvent::GrantWithdrawn {
-                        grant: grant.grant.clone(),
-                        code: "NoAllocation".to_owned(),
-                    };
-                    if let Err(error) = self.audit.append(event).await {
-                        warn!(code = error.code(), "withdrawal not audited");
-                    }
-                    self.shared.change(|w| {
-                        w.grants.remove(&grant.grant);
-                        let uid = AllocationUid::from(grant.allocation.as_str());
-                        if w.orphans.contains(&uid) {
-                            w.lose_allocation(&uid);
-                        }
-                    });
-                }
-                Err(error) => {
-                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not swept");
-                }
-            }
-        }
-        let owned = |name: &str| grants.iter().any(|(g, _)| g.grant == name);
-        let now = SystemTime::now();
-        for (path, name) in
-            entries(&self.settings.cdi_dir).into_iter().chain(entries(&self.settings.pages_dir()))
-        {
-            let grant = cdi::grant_of(&name).unwrap_or(&name);
-            let ours = grant.len() == 16 && grant.bytes().all(|b| b.is_ascii_hexdigit());
-            if ours && !owned(grant) && is_old(&path, now) {
-                info!(?path, "removed a file that nobody owns");
-                report(files::remove(&path));
-            }
-        }
-        for (path, name) in entries(&self.settings.containers_dir()) {
-            let Some((pod, container)) = name.split_once('_') else { continue };
-            let owned = grants.iter().any(|(g, _)| g.pod == pod && g.container == container);
-            // HAMi's folders have the same names and other files.
-            let ours = path.join(files::USAGE_FILE).exists();
-            if ours && !owned && is_old(&path, now) && matches!(cgroups.remains(pod), Ok(None)) {
-                info!(?path, "removed a folder that nobody owns");
-                report(files::remove_folder(&path));
-            }
-        }
-    }
 }
 
 /// Whether a process that the driver lists is the pod's. One that is dead is told by `known`, the pids that it had on
@@ -522,36 +456,6 @@ impl Releaser {
 fn is_on_card(proc: &Path, pid: u32, pod: &str, known: &BTreeSet<u32>) -> bool {
     let is_dead = || !proc.join(pid.to_string()).exists();
     cgroup::is_of_pod(proc, pid, pod) || known.contains(&pid) && is_dead()
-}
-
-fn entries(folder: &Path) -> Vec<(PathBuf, String)> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.filter_map(|e| Some((e.path(), e.file_name().into_string().ok()?))).collect()
-}
-
-/// A prepare that is under way writes files before it is known.
-fn is_old(path: &Path, now: SystemTime) -> bool {
-    let modified = std::fs::symlink_metadata(path).and_then(|m| m.modified());
-    modified.is_ok_and(|m| now.duration_since(m).is_ok_and(|age| age >= SWEEP))
-}
-
-fn report(result: Result<(), Error>) {
-    if let Err(error) = result {
-        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not removed");
-    }
-}
-
-/// Removes every CDI spec of ours: what a former boot left names devices that may be others now.
-///
-/// # Errors
-/// [`Error::File`].
-pub fn remove_specs(cdi_dir: &Path) -> Result<(), Error> {
-    for (path, name) in entries(cdi_dir) {
-        if cdi::grant_of(&name).is_some() {
-            files::remove(&path)?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -602,16 +506,5 @@ mod tests {
         ] {
             assert_eq!(is_on_card(proc.path(), pid, "ours", &known), want, "{case}");
         }
-    }
-
-    #[test]
-    fn a_new_boot_removes_specs_of_ours_and_no_others() {
-        let folder = tempfile::tempdir().unwrap();
-        for name in ["mullion.io-grant-0123456789abcdef.json", "nvidia.yaml"] {
-            std::fs::write(folder.path().join(name), "").unwrap();
-        }
-        remove_specs(folder.path()).unwrap();
-        let left: Vec<String> = entries(folder.path()).into_iter().map(|e| e.1).collect();
-        assert_eq!(left, ["nvidia.yaml"]);
     }
 }

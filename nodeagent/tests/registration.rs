@@ -25,6 +25,7 @@ use mullion_nodeagent::kubelet::deviceplugin::{
 };
 use mullion_nodeagent::metrics::Metrics;
 use mullion_nodeagent::prepare::Refusal;
+use mullion_nodeagent::world::{Shared, World};
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
@@ -145,6 +146,7 @@ struct Node {
     registered: watch::Receiver<bool>,
     plugin: Option<Runtime>,
     facts: (mpsc::UnboundedSender<Entry>, mpsc::UnboundedReceiver<Entry>),
+    shared: Arc<Shared>,
 }
 
 impl Node {
@@ -153,7 +155,8 @@ impl Node {
         let (slots, _) = watch::channel(Arc::new(vec![slots::name(0), slots::name(1)]));
         let (_, registered) = watch::channel(false);
         let (folder, facts) = (tempfile::tempdir().unwrap(), mpsc::unbounded_channel());
-        Self { folder, to_kubelet, seen, slots, registered, plugin: None, facts }
+        let shared = Shared::new(World::default());
+        Self { folder, to_kubelet, seen, slots, registered, plugin: None, facts, shared }
     }
 
     fn dir(&self) -> &Path {
@@ -165,8 +168,13 @@ impl Node {
             async move { if ids.contains(&slots::name(0)) { Ok(()) } else { Err(Refusal::DriverNotReady) } }
                 .boxed()
         });
-        let service =
-            Service::new(self.slots.subscribe(), prepare, Arc::new(Metrics::default()), self.facts.0.clone());
+        let service = Service::new(
+            self.slots.subscribe(),
+            prepare,
+            Arc::clone(&self.shared),
+            Arc::new(Metrics::default()),
+            self.facts.0.clone(),
+        );
         let (sender, registered) = watch::channel(false);
         self.registered = registered;
         let dir = self.dir().to_owned();
@@ -301,6 +309,8 @@ async fn allocate_names_a_fresh_grant_per_container_and_nothing_else() {
         issued.insert(grant, device_ids);
     }
     assert_eq!(issued.keys().collect::<Vec<_>>(), names.iter().collect::<Vec<_>>());
+    let open: BTreeSet<String> = node.shared.read(|w| w.issued.keys().cloned().collect());
+    assert_eq!(open, names, "looked after until they are filled");
     let sets: BTreeSet<Vec<String>> = issued.into_values().collect();
     assert_eq!(sets, [vec![slots::name(0)], vec![slots::name(0), slots::name(1)]].into());
     // BL-09: what is wrong is an error, not a device name.

@@ -109,8 +109,8 @@ fn unit(name: &str) -> &'static str {
     ends.into_iter().find(|(end, _)| name.ends_with(end)).map_or("number", |(_, unit)| unit)
 }
 
-/// Compares what is shown with the table in `docs/metrics.md` that `test` makes, or writes that anew.
-pub fn compare(all: &Schema, test: &str) {
+/// Compares what is shown with the table in `docs/metrics.md` that `maker` makes, or writes that anew.
+pub fn compare(all: &Schema, maker: &str) {
     let mut table =
         String::from("| metric | kind | unit | labels | what it is |\n| --- | --- | --- | --- | --- |\n");
     for (name, metric) in all {
@@ -123,7 +123,7 @@ pub fn compare(all: &Schema, test: &str) {
         let (kind, unit, help) = (&metric.kind, unit(name), metric.help.trim_end_matches('.'));
         writeln!(table, "| `{shown}` | {kind} | {unit} | {labels} | {help} |").unwrap();
     }
-    let begin = format!("<!-- made by {test}; UPDATE_GOLDEN=1 writes it anew -->\n");
+    let begin = format!("<!-- made by {maker}; UPDATE_GOLDEN=1 writes it anew -->\n");
     let path = contract();
     let text = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = text.split_once(&begin).unwrap();

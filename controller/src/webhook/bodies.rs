@@ -108,13 +108,13 @@ impl Bodies {
             };
             Some((turn, Arc::clone(&self.places).acquire_owned().await.ok()?))
         };
-        match tokio::time::timeout(self.bounds.patience, waiting).await {
-            Ok(Some((turn, place))) => Ok(Place { _place: place, _turn: turn }),
-            Ok(None) | Err(_) => {
-                let text = "too many large bodies at a time: try again".to_owned();
-                Err(Refused { status: StatusCode::SERVICE_UNAVAILABLE, code: "TooManyBodies", text })
-            }
-        }
+        let waited = tokio::time::timeout(self.bounds.patience, waiting).await;
+        let (turn, place) = waited.ok().flatten().ok_or_else(|| Refused {
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            code: "TooManyBodies",
+            text: "too many large bodies at a time: try again".to_owned(),
+        })?;
+        Ok(Place { _place: place, _turn: turn })
     }
 
     fn slow(&self) -> Refused {
@@ -143,8 +143,8 @@ mod tests {
         Body::from_stream(first.chain(futures::stream::pending()))
     }
 
-    fn caller(last: u8) -> Option<IpAddr> {
-        Some(Ipv4Addr::new(10, 0, 0, last).into())
+    fn from(last: u8) -> IpAddr {
+        Ipv4Addr::new(10, 0, 0, last).into()
     }
 
     fn code(read: Result<(Vec<u8>, Option<Place>), Refused>) -> (u16, &'static str) {
@@ -154,20 +154,20 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn bodies_are_bounded_one_by_one_and_together() {
         let bodies = Bodies::new(Bounds::default());
-        assert_eq!(code(bodies.read(pieces(9, 1 << 20), caller(1)).await), (413, "BodyTooLarge"));
+        assert_eq!(code(bodies.read(pieces(9, 1 << 20), Some(from(1))).await), (413, "BodyTooLarge"));
         assert_eq!(bodies.places.available_permits(), 4, "what was refused takes nothing");
         let mut held = Vec::new();
         for n in 0..4 {
-            held.push(bodies.read(pieces(8, 1 << 20), caller(n)).await.unwrap());
+            held.push(bodies.read(pieces(8, 1 << 20), Some(from(n))).await.unwrap());
         }
-        assert_eq!(code(bodies.read(pieces(2, 1 << 20), caller(9)).await), (503, "TooManyBodies"));
-        assert_eq!(bodies.read(pieces(1, 64 << 10), caller(9)).await.unwrap().0.len(), 64 << 10, "small");
+        assert_eq!(code(bodies.read(pieces(2, 1 << 20), Some(from(9))).await), (503, "TooManyBodies"));
+        assert_eq!(bodies.read(pieces(1, 64 << 10), Some(from(9))).await.unwrap().0.len(), 64 << 10, "small");
         held.pop();
-        assert!(bodies.read(pieces(2, 1 << 20), caller(9)).await.is_ok());
+        assert!(bodies.read(pieces(2, 1 << 20), Some(from(9))).await.is_ok());
         drop(held);
         assert_eq!((bodies.places.available_permits(), bodies.callers.len()), (4, 0));
         let broken = futures::stream::iter([Ok("{"), Err(std::io::Error::other("reset"))]);
-        assert_eq!(code(bodies.read(Body::from_stream(broken), caller(1)).await), (400, "MalformedBody"));
+        assert_eq!(code(bodies.read(Body::from_stream(broken), Some(from(1))).await), (400, "MalformedBody"));
     }
 
     /// Somebody who opens ever more calls with large bodies that never end has one place, and not for long.
@@ -178,25 +178,27 @@ mod tests {
         let mut slow: Vec<_> = (0..40)
             .map(|_| {
                 let bodies = Arc::clone(&bodies);
-                tokio::spawn(async move { code(bodies.read(stuck(bounds.largest - 1), caller(66)).await) })
+                tokio::spawn(
+                    async move { code(bodies.read(stuck(bounds.largest - 1), Some(from(66))).await) },
+                )
             })
             .collect();
         tokio::time::sleep(Duration::from_millis(10)).await;
         let begun = Instant::now();
         for n in 0..3 {
-            bodies.read(pieces(6, 1 << 20), caller(n)).await.unwrap();
-            bodies.read(pieces(1, 10_000), caller(n)).await.unwrap();
+            bodies.read(pieces(6, 1 << 20), Some(from(n))).await.unwrap();
+            bodies.read(pieces(1, 10_000), Some(from(n))).await.unwrap();
         }
         assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
         // Even four of them, one at each place, keep somebody waiting for no longer than a body may take.
         slow.extend((67..70).map(|n| {
             let bodies = Arc::clone(&bodies);
-            tokio::spawn(async move { code(bodies.read(stuck(bounds.largest - 1), caller(n)).await) })
+            tokio::spawn(async move { code(bodies.read(stuck(bounds.largest - 1), Some(from(n))).await) })
         }));
         tokio::time::sleep(Duration::from_millis(10)).await;
         assert_eq!(bodies.places.available_permits(), 0);
         let begun = Instant::now();
-        bodies.read(pieces(6, 1 << 20), caller(1)).await.unwrap();
+        bodies.read(pieces(6, 1 << 20), Some(from(1))).await.unwrap();
         assert!(begun.elapsed() <= bounds.reading, "{:?}", begun.elapsed());
         let mut ends = Vec::new();
         for task in slow {

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use futures::future::BoxFuture;
 use futures::{Stream, StreamExt};
+use jiff::Timestamp;
 use mullion_audit::{Entry, Event as AuditEvent};
 use mullion_crds::names::GRANT_KIND;
 use tokio::sync::{mpsc, watch};
@@ -24,6 +25,7 @@ use crate::kubelet::deviceplugin::{
 };
 use crate::metrics::Metrics;
 use crate::prepare::Refusal;
+use crate::world::Shared;
 
 /// What `PreStartContainer` does with an id set.
 pub type Prepare = Arc<dyn Fn(BTreeSet<String>) -> BoxFuture<'static, Result<(), Refusal>> + Send + Sync>;
@@ -41,6 +43,7 @@ pub struct Service {
     slots: watch::Receiver<Arc<Vec<String>>>,
     streams: Arc<watch::Sender<usize>>,
     prepare: Prepare,
+    shared: Arc<Shared>,
     metrics: Arc<Metrics>,
     facts: mpsc::UnboundedSender<Entry>,
 }
@@ -57,10 +60,11 @@ impl Service {
     pub fn new(
         slots: watch::Receiver<Arc<Vec<String>>>,
         prepare: Prepare,
+        shared: Arc<Shared>,
         metrics: Arc<Metrics>,
         facts: mpsc::UnboundedSender<Entry>,
     ) -> Self {
-        Self { slots, streams: Arc::new(watch::Sender::new(0)), prepare, metrics, facts }
+        Self { slots, streams: Arc::new(watch::Sender::new(0)), prepare, shared, metrics, facts }
     }
 
     /// The number of open `ListAndWatch` streams.
@@ -135,6 +139,11 @@ impl DevicePlugin for Service {
                 .map_err(|e| Status::internal(format!("no random bytes for a grant's name: {e}")))?;
             let grant = hex::encode(bytes);
             let cdi_devices = vec![CdiDevice { name: format!("{GRANT_KIND}={grant}") }];
+            // Whoever releases looks after the name until somebody fills it.
+            self.shared.change_if(|world| {
+                world.issued.insert(grant.clone(), Timestamp::now().as_second());
+                false
+            });
             // Not waited for: an error here would fail the pod for good, and an answer gives nothing yet. Without a log
             // PreStartContainer refuses.
             let mut device_ids = container.devices_ids;

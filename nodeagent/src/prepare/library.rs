@@ -67,12 +67,13 @@ impl Unusable {
         match self {
             Self::Missing { library } => {
                 format!(
-                    "{library:?} is not on this node: containers run without limits until it is installed"
+                    "{} is not on this node: containers run without limits until it is installed",
+                    library.display()
                 )
             }
             Self::Invalid { library, problem } => format!(
-                "{library:?} cannot be loaded into a container ({problem}): containers run without limits until it is \
-                 copied anew"
+                "{} cannot be loaded into a container ({problem}): containers run without limits until it is copied anew",
+                library.display()
             ),
         }
     }

@@ -202,7 +202,10 @@ impl Preparer {
         self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
         // The kubelet may give the call up wherever it waits, so from here on nothing does: a spec on disk always has an
         // owner, whose release removes it.
-        let before = self.shared.change(|world| world.grants.insert(grant.clone(), record));
+        let before = self.shared.change(|world| {
+            world.issued.remove(grant);
+            world.grants.insert(grant.clone(), record)
+        });
         if let Err(refusal) = self.write(&given, grant, standing.is_none().then_some(&spec)) {
             if before.is_none() {
                 self.shared.change(|world| world.grants.remove(grant));

@@ -233,7 +233,7 @@ fn compute_wishes_are_read_or_refused() {
         assert_eq!(compute_wishes(&view).map_err(|e| e.code()), want, "{case}");
         let (wishes, wrong) = compute_wishes_as_far_as_read(&view);
         assert_eq!(wishes, want.unwrap_or(plain), "{case}, as far as read");
-        assert_eq!(wrong.first().map(|e| e.code()), want.err(), "{case}, as far as read");
+        assert_eq!(wrong.first().map(RequestError::code), want.err(), "{case}, as far as read");
         assert!(wrong.len() <= 1, "{case}");
         // Only a creation is refused for it: a pod that is there already is placed and looked after.
         let mut pod = PodView { containers: vec![view], ..PodView::default() };

@@ -1,0 +1,233 @@
+//! The second half of a look: writes what was decided into the container's files, and says what was seen of it.
+
+use std::collections::BTreeSet;
+use std::num::NonZeroU32;
+use std::path::Path;
+
+use mullion_audit::Event as AuditEvent;
+use mullion_core::units::AllocationUid;
+use mullion_pace::policy;
+use mullion_pace::{Observation, Reading, Steer};
+use mullion_region::hami;
+use tracing::debug;
+
+use super::{Engine, Kept, Looked, Now, Scene, Turn, Verdict, minute_row};
+use crate::monitor::escape::{Bypass, Held, bypass};
+use crate::monitor::files::UsageFile;
+use crate::monitor::mirror::mirror;
+use crate::monitor::page::Page;
+use crate::monitor::snapshot::{Container, Measured};
+use crate::monitor::target::{Granted, Target};
+use crate::monitor::usage::ContainerUsage;
+
+impl Engine {
+    /// Writes what was decided, and says what was seen.
+    pub(super) fn act(
+        &self,
+        now: Now,
+        elapsed_ns: u64,
+        scene: Scene<'_>,
+        kept: &mut Kept,
+        decision: policy::Decision,
+        looked: &mut Looked,
+    ) {
+        let Scene { target, file, ours, usage, mut measured, readings, .. } = scene;
+        let mut gated = false;
+        if let (Some(file), Ok(usage)) = (&file, &usage) {
+            gated = self.feed_back(now, file, usage, kept, decision, target);
+            if let Some(ours) = &ours {
+                mirror(file, ours, &measured, &mut kept.uncleared, &kept.processes, target);
+            }
+        }
+        if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
+            self.pace(now, elapsed_ns, granted, usage, kept, decision, &readings, &mut measured);
+        } else if let Some(granted) = &target.grant {
+            // Nothing to go by, but the library must know that somebody looks after it.
+            tend(&self.places.pages.join(&granted.page), now.mono_ns, &[]);
+        }
+        let on_cards: BTreeSet<u32> = measured.iter().flat_map(|m| m.by_process.keys().copied()).collect();
+        if !on_cards.is_empty() && target.grant.is_some() {
+            looked.on_cards.entry(target.pod.uid.clone()).or_default().extend(on_cards);
+        }
+        let bypassed = self.judge(target, usage.as_ref().ok(), &measured, kept, looked);
+        if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
+            let busy: Vec<Option<u32>> = measured.iter().map(|m| m.per_mille).collect();
+            if let Some(over) = kept.minute.look(now.unix_ns, &usage.cards, &busy) {
+                looked.rows.push(minute_row(target, granted, over));
+            }
+        }
+        looked.snapshot.containers.push(Container {
+            pod: target.pod.clone(),
+            container: target.container.clone(),
+            limits: target.grant.as_ref().map(|g| g.limits.clone()),
+            usage: usage.map_err(|problem| problem.code()),
+            measured,
+            bypassed,
+            throttled: decision.switch != 0,
+            gated,
+        });
+    }
+
+    /// HAMi's fields by which a monitor steers its library. True when the container is held back.
+    fn feed_back(
+        &self,
+        now: Now,
+        file: &UsageFile,
+        usage: &ContainerUsage,
+        kept: &mut Kept,
+        decision: policy::Decision,
+        target: &Target,
+    ) -> bool {
+        let layout = usage.layout;
+        let write = |what: &hami::Write<4>| {
+            if let Err(error) = file.put(what) {
+                debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not written");
+            }
+        };
+        if usage.switch != decision.switch {
+            write(&layout.utilization_switch(decision.switch));
+        }
+        let mut recent = usage.recent_kernel;
+        if now.mono_ns.saturating_sub(kept.counted_ns) >= policy::COUNTDOWN_STEP_NS {
+            kept.counted_ns = now.mono_ns;
+            recent = policy::count_down(recent);
+        }
+        let recent = policy::gate(recent, decision.gated).unwrap_or(recent);
+        if recent != usage.recent_kernel {
+            write(&layout.recent_kernel(recent));
+        }
+        if usage.recent_kernel < 0
+            && recent >= 0
+            && let Some(granted) = &target.grant
+        {
+            // Who waits at the gate looks again at once.
+            let rung = Page::open(&self.places.pages.join(&granted.page)).and_then(|mut page| page.ring());
+            if let Err(error) = rung {
+                debug!(page = granted.page, %error, "control page not rung");
+            }
+        }
+        recent < 0
+    }
+
+    /// Moves the scales of a container's cards.
+    #[expect(clippy::too_many_arguments, reason = "everything that a step of the loop depends on")]
+    fn pace(
+        &self,
+        now: Now,
+        elapsed_ns: u64,
+        granted: &Granted,
+        usage: &ContainerUsage,
+        kept: &mut Kept,
+        decision: policy::Decision,
+        readings: &[Reading],
+        measured: &mut [Measured],
+    ) {
+        let path = self.places.pages.join(&granted.page);
+        let mut page = match Page::open(&path) {
+            Ok(page) => page,
+            Err(error) => {
+                debug!(page = granted.page, %error, "control page not read");
+                return;
+            }
+        };
+        let mut scales = Vec::with_capacity(usage.cards.len());
+        let devices: Vec<_> = page.spec.devices.iter().copied().collect();
+        let cards = kept.cards.iter_mut().zip(&usage.cards).zip(readings).zip(measured);
+        for (place, (((kept, usage), reading), measured)) in cards.enumerate() {
+            let Some(device) = devices.get(place) else { continue };
+            let known = kept.steer.filter(|steer| steer.scale() == device.scale.get());
+            let steer = known.unwrap_or_else(|| Steer::new(device.scale.get()));
+            let seen = Observation {
+                reading: *reading,
+                launched: usage.last_launch_ns != kept.last_launch_ns || usage.spent_ns != kept.spent_ns,
+                waits: usage.waits.saturating_sub(kept.waits),
+                waited_ns: usage.wait_ns.saturating_sub(kept.wait_ns),
+                elapsed_ns,
+            };
+            (kept.waits, kept.wait_ns) = (usage.waits, usage.wait_ns);
+            (kept.spent_ns, kept.last_launch_ns) = (usage.spent_ns, usage.last_launch_ns);
+            // A container that runs freely is not measured against its share.
+            let steer =
+                if decision.switch == 0 { steer } else { steer.step(device.core.get().into(), &seen) };
+            kept.steer = Some(steer);
+            measured.scale = Some(steer.scale());
+            scales.extend(NonZeroU32::new(steer.scale()).map(|scale| (place, scale)));
+        }
+        if let Err(error) = page.tend(now.mono_ns, &scales) {
+            debug!(page = granted.page, %error, "control page not written");
+        }
+    }
+
+    /// Whether the container holds more than can be explained, and what that means for its allocation.
+    fn judge(
+        &self,
+        target: &Target,
+        usage: Option<&ContainerUsage>,
+        measured: &[Measured],
+        kept: &mut Kept,
+        looked: &mut Looked,
+    ) -> bool {
+        let Some(granted) = target.grant.as_ref().filter(|g| g.enforced) else { return false };
+        let known: Option<Vec<(&str, Held)>> = measured
+            .iter()
+            .zip(&granted.limits)
+            .enumerate()
+            .map(|(place, (measured, limit))| {
+                let held = Held {
+                    by_driver: measured.bytes?,
+                    processes: measured.processes,
+                    by_account: usage.and_then(|u| u.cards.get(place)).map_or(0, |c| c.used),
+                    limit: limit.memory,
+                };
+                Some((measured.card.as_str(), held))
+            })
+            .collect();
+        if let Some(cards) = known
+            && kept.suspicion.look(bypass(cards, self.rules.margin))
+        {
+            looked.turns.push(Turn { target: target.clone(), bypass: kept.suspicion.bypass.clone() });
+            looked.rows.push(turn_row(target, granted, kept.suspicion.bypass.as_ref()));
+        }
+        kept.seen_at_work |= usage.is_some_and(|u| u.attached > 0);
+        let verdict = match &kept.suspicion.bypass {
+            Some(bypass) => {
+                Verdict::Bypassed { message: format!("container {}: {bypass}", target.container) }
+            }
+            None if kept.seen_at_work => Verdict::Holds,
+            None => Verdict::Waiting,
+        };
+        let uid = AllocationUid(granted.allocation.uid.clone());
+        // Of several containers the worst counts.
+        let worst = match (looked.verdicts.remove(&uid), verdict) {
+            (Some(bad @ Verdict::Bypassed { .. }), _) | (_, bad @ Verdict::Bypassed { .. }) => bad,
+            (Some(Verdict::Waiting), _) | (_, Verdict::Waiting) => Verdict::Waiting,
+            (_, Verdict::Holds) => Verdict::Holds,
+        };
+        looked.verdicts.insert(uid, worst);
+        kept.suspicion.bypass.is_some()
+    }
+}
+
+fn tend(path: &Path, now_ns: u64, scales: &[(usize, NonZeroU32)]) {
+    if let Err(error) = Page::open(path).and_then(|mut page| page.tend(now_ns, scales)) {
+        debug!(?path, %error, "control page not written");
+    }
+}
+
+fn turn_row(target: &Target, granted: &Granted, bypass: Option<&Bypass>) -> AuditEvent {
+    let (allocation, pod) = (granted.allocation.clone(), target.pod.clone());
+    let container = target.container.clone();
+    match bypass {
+        Some(Bypass { card, held, .. }) => AuditEvent::LimitBypassed {
+            allocation,
+            pod,
+            container,
+            card: card.clone(),
+            held_mib: held.by_driver >> 20,
+            accounted_mib: held.by_account >> 20,
+            limit_mib: held.limit >> 20,
+            processes: u32::try_from(held.processes).unwrap_or(u32::MAX),
+        },
+        None => AuditEvent::BypassEnded { allocation, pod, container },
+    }
+}
