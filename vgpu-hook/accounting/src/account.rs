@@ -203,10 +203,17 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
 
     /// The driver gave `real` bytes for `claim`: more than asked for (then the limit may be passed, and the next claim
     /// is refused) or less.
+    ///
+    /// The difference first, so that at no time the claim looks settled and is not what the driver gave.
     pub fn settle_at(&self, claim: Claim, real: u64) {
         let claimed = claim.bytes();
-        self.settle(claim);
-        self.adjust(claimed, real);
+        if real > claimed {
+            self.force(real - claimed);
+            self.settle(claim);
+        } else {
+            self.undo(Claim { bytes: claimed - real });
+            self.settle(Claim { bytes: real });
+        }
     }
 
     /// The driver refused what was claimed.

@@ -43,7 +43,7 @@ use ordinals::Ordinals;
 pub(crate) use peers::Peers;
 use refusal::Refusal;
 use slots::UsageFile;
-pub(crate) use state::{Held, Lock};
+pub(crate) use state::{Held, Lock, thread};
 use state::{Phase, State};
 pub(crate) use words::{CardWords, HamiTail, Page, PageCard};
 
@@ -492,6 +492,12 @@ impl Container {
         })
     }
 
+    /// This process's number as the host counts (0 = the agent has not said yet) and as the container does.
+    pub(crate) fn own_pids(&self) -> [u32; 2] {
+        let Some(slot) = self.slot.map(|slot| self.file.region.hami_slot(slot)) else { return [0; 2] };
+        [&slot.host_pid, &slot.pid].map(|pid| u32::try_from(pid.load(Relaxed)).unwrap_or(0))
+    }
+
     /// HAMi's words that steer launches.
     pub(crate) fn hami(&self) -> &'static HamiTail {
         self.file.region.hami_tail()
@@ -531,6 +537,12 @@ impl Card {
     #[inline]
     pub(crate) fn limit(&self) -> Option<u64> {
         (self.limit != u64::MAX).then_some(self.limit)
+    }
+
+    /// Whether the limit leaves some of the card to others, as far as is known.
+    pub(crate) fn is_shared(&self) -> bool {
+        let real = self.terms.real_memory.load(Relaxed);
+        real == 0 || self.limit < real
     }
 
     /// Bytes that the container has on the card.

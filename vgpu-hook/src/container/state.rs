@@ -213,7 +213,7 @@ impl Drop for Held<'_> {
 }
 
 /// Tells the calling thread from all others that live, without a system call: its thread pointer.
-fn thread() -> usize {
+pub(crate) fn thread() -> usize {
     let pointer: usize;
     // SAFETY: the first word at the thread pointer holds the pointer itself (x86-64 ABI, glibc and musl).
     #[cfg(target_arch = "x86_64")]

@@ -2,8 +2,13 @@
 //!
 //! How much one takes the driver says only of arrays with deferred mapping, so one of the same shape is made for the
 //! question; it takes nothing. Where the driver has no such arrays (before 11.6) the card is looked at before and
-//! after. An array of up to 1 MiB shares a block with others, and nobody says which: for those the looks before and after
-//! tell whether a block was taken or given back.
+//! after.
+//!
+//! An array of up to 1 MiB shares a block with others, and nobody says which. So those of a card are charged together,
+//! by the blocks that they have. Whether a new one took a block, or the end of one gave a block back, is seen by looking
+//! before and after, and held between what is certain: they have at least as many blocks as their sizes fill, at most one
+//! for each, and none when there are none. Where the look does not say it clearly, a new one took a block, and an end gave
+//! none back.
 
 use core::ffi::c_uint;
 use core::sync::atomic::AtomicU64;
@@ -13,7 +18,7 @@ use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
 use super::blocks::{self, BLOCK, Served};
-use super::measured::{self, Look};
+use super::looks::From;
 use super::{Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{
@@ -27,28 +32,95 @@ const SPARSE: c_uint = 0x40;
 /// `CUDA_ARRAY3D_DEFERRED_MAPPING`: the same.
 const DEFERRED: c_uint = 0x80;
 
-/// Blocks of small arrays that outlived the array which paid for them, by card.
+/// The small arrays of this process.
 #[derive(Debug)]
-pub(crate) struct Outlived([AtomicU64; MAX_DEVICES]);
+pub(crate) struct Small {
+    /// By card: a [`Group`], packed. One word, since a context that ends takes arrays along while another thread makes one.
+    cards: [AtomicU64; MAX_DEVICES],
+}
 
-impl Outlived {
-    pub(super) const fn new() -> Self {
-        Self([const { AtomicU64::new(0) }; MAX_DEVICES])
-    }
+/// The small arrays of one card.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Group {
+    count: u64,
+    /// What they need together, in [`NEED_UNIT`]s, each rounded down.
+    needed: u64,
+    /// Blocks that are charged for them.
+    blocks: u64,
+}
 
-    fn of(&self, card: &Card) -> Option<&AtomicU64> {
-        self.0.get(usize::from(card.index))
-    }
+/// 64 GiB of small arrays can be counted in these.
+const NEED_UNIT: u64 = 4096;
+const COUNT_BITS: u32 = 20;
+const NEED_BITS: u32 = 24;
 
-    fn add(&self, card: &Card) {
-        if let Some(count) = self.of(card) {
-            count.fetch_add(1, Relaxed);
+impl Group {
+    const fn unpack(word: u64) -> Self {
+        Self {
+            count: word & ((1 << COUNT_BITS) - 1),
+            needed: word >> COUNT_BITS & ((1 << NEED_BITS) - 1),
+            blocks: word >> (COUNT_BITS + NEED_BITS),
         }
     }
 
-    fn take(&self, card: &Card) -> bool {
-        self.of(card)
-            .is_some_and(|count| count.fetch_update(Relaxed, Relaxed, |count| count.checked_sub(1)).is_ok())
+    /// `None` where it is more than can be counted.
+    fn pack(self) -> Option<u64> {
+        let fits = self.count < 1 << COUNT_BITS && self.needed < 1 << NEED_BITS;
+        fits.then_some(self.count | self.needed << COUNT_BITS | self.blocks << (COUNT_BITS + NEED_BITS))
+    }
+
+    /// Between what is certain.
+    fn believable(self) -> Self {
+        let least = (self.needed * NEED_UNIT).div_ceil(BLOCK).min(self.count);
+        Self { blocks: self.blocks.clamp(least, self.count), ..self }
+    }
+
+    /// With one more, which needs `needed` bytes and seemed to take `taken` blocks.
+    fn with(self, needed: u64, taken: u64) -> Self {
+        let needed = self.needed + needed / NEED_UNIT;
+        Self { count: self.count + 1, needed, blocks: self.blocks + taken }.believable()
+    }
+
+    /// Without one, which seemed to give back blocks.
+    fn without(self, needed: u64, given_back: u64) -> Self {
+        Self {
+            count: self.count.saturating_sub(1),
+            needed: self.needed.saturating_sub(needed / NEED_UNIT),
+            blocks: self.blocks.saturating_sub(given_back),
+        }
+        .believable()
+    }
+
+    /// Whether one that needs `needed` bytes may fit into the blocks that there are.
+    fn may_have_room(self, needed: u64) -> bool {
+        self.needed * NEED_UNIT + needed <= self.blocks * BLOCK
+    }
+}
+
+impl Small {
+    pub(super) const fn new() -> Self {
+        Self { cards: [const { AtomicU64::new(0) }; MAX_DEVICES] }
+    }
+
+    fn group(&self, card: &Card) -> Group {
+        self.cards
+            .get(usize::from(card.index))
+            .map_or(Group::default(), |word| Group::unpack(word.load(Relaxed)))
+    }
+
+    /// Changes the group of a card; what it was and is. `None` where it is more than can be counted.
+    fn change(&self, card: &Card, change: impl Fn(Group) -> Group) -> Option<(Group, Group)> {
+        let word = self.cards.get(usize::from(card.index))?;
+        let before = word.fetch_update(Relaxed, Relaxed, |word| change(Group::unpack(word)).pack()).ok()?;
+        let before = Group::unpack(before);
+        Some((before, change(before)))
+    }
+
+    /// One that needs `needed` bytes is gone, and seemed to give back blocks.
+    pub(super) fn gone(&self, card: &Card, needed: u64, given_back: u64) {
+        if let Some((before, after)) = self.change(card, |group| group.without(needed, given_back)) {
+            card.memory.adjust(before.blocks * BLOCK, after.blocks * BLOCK);
+        }
     }
 }
 
@@ -112,53 +184,135 @@ unsafe fn create(
         _ => return real(place),
     };
     let device = now.container.device(now.card).unwrap_or(0);
-    let needed = needed(device, shape, levels);
-    let expected = needed.unwrap_or(least(shape));
-    let asked = match blocks::served(expected) {
-        Served::Blocks(size) => size,
-        Served::Piece => BLOCK,
+    let (made, result) = match needed(device, shape, levels) {
+        Some(needed) => match blocks::served(needed) {
+            Served::Blocks(size) => create_large(now, kind, size, &mut real),
+            Served::Piece => create_small(now, kind, needed, &mut real),
+        },
+        None => create_unknown(now, kind, least(shape), &mut real),
     };
-    let sure = needed.is_some() && asked > BLOCK;
-    let Some(claim) = charge::ask(now.container, now.card, asked) else { return CUresult::OUT_OF_MEMORY };
-    let before = if sure { None } else { measured::look(now.card) };
+    if result.is_ok() {
+        // SAFETY: not null, so the caller's place for a result.
+        unsafe { place.write(made) };
+    }
+    result
+}
+
+type Made = (CUarray, CUresult);
+const REFUSED: Made = (core::ptr::null_mut(), CUresult::OUT_OF_MEMORY);
+
+fn ask_driver(real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
     let mut made = core::ptr::null_mut();
     container::fault_point();
     let result = real(&raw mut made);
     container::fault_point();
-    if !result.is_ok() {
-        charge::undo(now.card, claim, result);
-        return result;
-    }
-    let size = match before.zip(measured::look(now.card)) {
-        Some((before, after)) if !sure => taken(before, after, expected, needed.is_some()),
-        _ => asked,
-    };
-    if size > asked {
-        let more = charge::try_ask(now.container, now.card, size - asked);
-        charge::settle(now.card, claim);
-        let Some(more) = more else {
-            destroy_at_driver(kind, made);
-            now.card.memory.free(asked);
-            charge::refused(now.card);
-            return CUresult::OUT_OF_MEMORY;
-        };
-        charge::settle(now.card, more);
-    } else {
-        charge::settle_at(now.card, claim, size);
-    }
-    let entry = Entry { size, card: now.card.index, kind: kind as u8, note: now.context };
-    let _ = now.container.books.objects.insert(key_of(kind, made.addr() as u64), &entry);
-    // SAFETY: not null, so the caller's place for a result.
-    unsafe { place.write(made) };
-    result
+    (made, result)
 }
 
-/// What an array took by the looks before and after.
-fn taken(before: Look, after: Look, expected: u64, known: bool) -> u64 {
-    // A small one takes a block or none; one of which the driver did not say the size, up to 64 bytes per element
-    // where 1 was the least.
-    let most = if known { BLOCK } else { blocks::round_up(expected.saturating_mul(64), BLOCK) };
-    blocks::round_up(after.since(before, most), BLOCK)
+fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
+    let entry = Entry { size, card: now.card.index, kind: as_kind as u8, note: now.context };
+    let _ = now.container.books.objects.insert(key_of(kind, made.addr() as u64), &entry);
+}
+
+/// Makes one that gets blocks of its own, `size` bytes of them.
+fn create_large(now: Here, kind: Kind, size: u64, real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
+    now.container.books.measuring.heed();
+    let Some(claim) = charge::ask(now.container, now.card, size) else { return REFUSED };
+    let (made, result) = ask_driver(real);
+    if !result.is_ok() {
+        charge::undo(now.card, claim, result);
+        return (made, result);
+    }
+    charge::settle(now.card, claim);
+    enter(now, kind, made, kind, size);
+    (made, result)
+}
+
+/// Makes one that shares a block.
+fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
+    let books = &now.container.books;
+    let looking = books.measuring.alone();
+    let paid = charge::advance(now.container, now.card, BLOCK).unwrap_or(0);
+    if paid == 0 && !books.small_arrays.group(now.card).may_have_room(needed) {
+        charge::refused(now.card);
+        return REFUSED;
+    }
+    let glance = || looking.glance(now.container, now.card, From::Here);
+    let before = glance();
+    let (made, result) = ask_driver(real);
+    if !result.is_ok() {
+        charge::undo_advance(now.card, paid, result);
+        return (made, result);
+    }
+    // A block, where nobody can say.
+    let taken = u64::from(change(before, glance()) != Some(0));
+    if !settle_small(now, paid, needed, taken) {
+        destroy_at_driver(kind, made);
+        now.card.memory.free(paid);
+        charge::refused(now.card);
+        return REFUSED;
+    }
+    enter(now, kind, made, Kind::SmallArray, needed);
+    (made, result)
+}
+
+/// Charges a new small array, for which `paid` bytes are charged already; `false` where it needs more.
+fn settle_small(now: Here, paid: u64, needed: u64, taken: u64) -> bool {
+    let small = &now.container.books.small_arrays;
+    let Some((before, after)) = small.change(now.card, |group| group.with(needed, taken)) else {
+        return false;
+    };
+    let due = after.blocks.saturating_sub(before.blocks) * BLOCK;
+    if due > paid {
+        let _ = small.change(now.card, |group| group.without(needed, taken));
+        return false;
+    }
+    now.card.memory.free(paid - due);
+    true
+}
+
+/// Makes one of which the driver does not say what it takes: at least `least` bytes.
+fn create_unknown(
+    now: Here,
+    kind: Kind,
+    least: u64,
+    real: &mut impl FnMut(*mut CUarray) -> CUresult,
+) -> Made {
+    let wanted = blocks::round_up(least, BLOCK);
+    let looking = now.container.books.measuring.alone();
+    let Some(paid) = charge::advance(now.container, now.card, wanted) else {
+        charge::refused(now.card);
+        return REFUSED;
+    };
+    let glance = || looking.glance(now.container, now.card, From::Here);
+    let before = glance();
+    let (made, result) = ask_driver(real);
+    if !result.is_ok() {
+        charge::undo_advance(now.card, paid, result);
+        return (made, result);
+    }
+    let seen = change(before, glance()).map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
+    if seen <= BLOCK && least <= blocks::LARGEST_PIECE {
+        settle_small(now, paid, least, u64::from(seen > 0));
+        enter(now, kind, made, Kind::SmallArray, least);
+        return (made, result);
+    }
+    // Up to 16 bytes for each element, where 1 was the least, and rows and levels that are filled up.
+    let most = blocks::round_up(least.saturating_mul(64), BLOCK);
+    let more = blocks::round_up(seen.clamp(paid, most), BLOCK) - paid;
+    let Some(claim) = charge::ask(now.container, now.card, more) else {
+        destroy_at_driver(kind, made);
+        now.card.memory.free(paid);
+        return REFUSED;
+    };
+    charge::settle(now.card, claim);
+    enter(now, kind, made, kind, paid + more);
+    (made, result)
+}
+
+/// By how much what is in use has grown.
+fn change(before: Option<i64>, after: Option<i64>) -> Option<i64> {
+    before.zip(after).map(|(before, after)| after.saturating_sub(before))
 }
 
 #[cold]
@@ -259,36 +413,89 @@ fn destroy(kind: Kind, handle: CUarray, real: impl FnOnce() -> CUresult) -> CUre
     let key = key_of(kind, handle.addr() as u64);
     let Some(entry) = container.books.objects.take(key) else { return real() };
     let Some(card) = container.card_at(entry.card) else { return real() };
-    let small = entry.size <= BLOCK;
-    let now = here().ok().filter(|now| small && now.card.index == card.index);
-    let before = now.and_then(|now: Here| measured::look(now.card));
+    let put_back = || container.books.objects.insert(key, &entry);
+    if entry.kind == Kind::SmallArray as u8 {
+        let result = destroy_small(container, card, &entry, real);
+        if !result.is_ok() {
+            let _ = put_back();
+        }
+        return result;
+    }
+    container.books.measuring.heed();
+    let bytes = card.memory.begin_free(entry.size);
     container::fault_point();
     let result = real();
     container::fault_point();
-    if !result.is_ok() {
-        let _ = container.books.objects.insert(key, &entry);
-        return result;
+    if result.is_ok() {
+        card.memory.freed(bytes);
+    } else {
+        card.memory.kept(bytes);
+        let _ = put_back();
     }
-    let after = now.and_then(|now| measured::look(now.card));
-    // Back to the card went a block, or, if not all of the block's arrays are gone, nothing.
-    let given_back = before.zip(after).map(|(before, after)| before.since(after, u64::MAX) >= BLOCK);
-    settle_end(container, card, entry.size, if small { given_back } else { Some(true) });
     result
 }
 
-/// An array that was charged `size` is gone; `given_back` says whether a block went back with it, if that is known.
-fn settle_end(container: &Container, card: &Card, size: u64, given_back: Option<bool>) {
-    let outlived = &container.books.outlived;
-    match (size, given_back) {
-        // It did not pay, and the block of one that is gone already went back with it.
-        (0, Some(true)) => {
-            if outlived.take(card) {
-                card.memory.free(BLOCK);
-            }
+fn destroy_small(
+    container: &'static Container,
+    card: &'static Card,
+    entry: &Entry,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let looking = container.books.measuring.alone();
+    // Its context need not be the current one.
+    let glance = || looking.glance(container, card, From::Context(entry.note));
+    let before = glance();
+    container::fault_point();
+    let result = real();
+    container::fault_point();
+    if result.is_ok() {
+        let gave_back = change(before, glance()) == Some(-BLOCK.cast_signed());
+        container.books.small_arrays.gone(card, entry.size, u64::from(gave_back));
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_small_arrays_stay_between_what_is_certain() {
+        for (case, blocks, needed, count, want) in [
+            ("as seen", 3, 4 << 20, 5, 3),
+            ("no fewer than they fill", 1, (4 << 20) + NEED_UNIT, 5, 3),
+            ("no more than one for each", 9, NEED_UNIT, 2, 2),
+            ("none when there are none", 4, 0, 0, 0),
+            ("some that need next to nothing", 0, 0, 1, 0),
+        ] {
+            let group = Group { count, needed: needed / NEED_UNIT, blocks };
+            assert_eq!(group.believable(), Group { blocks: want, ..group }, "{case}");
         }
-        (0, _) => {}
-        // It paid, and others still use the block.
-        (_, Some(false)) => outlived.add(card),
-        (size, _) => card.memory.free(size),
+    }
+
+    #[test]
+    fn a_group_grows_and_goes() {
+        let mut group = Group::default();
+        for taken in [1, 1, 0] {
+            group = group.with(64 << 10, taken);
+        }
+        assert_eq!((group.count, group.blocks), (3, 2));
+        assert!(group.may_have_room(3 << 20) && !group.may_have_room(4 << 20));
+        assert_eq!(group.with(2 << 20, 0).blocks, 2);
+        assert_eq!(group.with(4 << 20, 0).blocks, 3);
+        assert_eq!(group.without(64 << 10, 1), Group { count: 2, needed: 32, blocks: 1 });
+        for _ in 0..3 {
+            group = group.without(64 << 10, 0);
+        }
+        assert_eq!(group, Group::default());
+    }
+
+    #[test]
+    fn a_group_is_one_word_as_far_as_it_goes() {
+        let most =
+            Group { count: (1 << COUNT_BITS) - 1, needed: (1 << NEED_BITS) - 1, blocks: (1 << 20) - 1 };
+        assert_eq!(most.pack().map(Group::unpack), Some(most));
+        assert_eq!(most.with(1, 0).pack(), None, "one array too many");
+        assert_eq!(Group { count: 1, ..most }.with(NEED_UNIT, 0).pack(), None, "too much memory");
     }
 }

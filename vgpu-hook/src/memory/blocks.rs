@@ -6,8 +6,8 @@
 //! per card, how many pieces and how much of each block are in use. The first piece in a block pays for the block.
 //!
 //! No lock: one word per block holds all. A thread killed, or a fork, in between leaves nothing held. Two threads that
-//! get the first pieces of one block at the same time may enter it twice; then it is charged twice until one of the
-//! two is empty, and never too little.
+//! get the first pieces of one block at the same time may enter it twice; the second to see that gives way. Where both
+//! see it at once, the block is charged twice until one of the two is empty, and never too little.
 
 use core::ptr::null_mut;
 use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
@@ -131,9 +131,10 @@ impl Blocks {
                 free = Some(place);
             }
         }
+        let first = Word::first(number, units);
         for place in free.into_iter().chain(places) {
-            if place.compare_exchange(0, Word::first(number, units), AcqRel, Acquire).is_ok() {
-                return Entered::First;
+            if place.compare_exchange(0, first, AcqRel, Acquire).is_ok() {
+                return if join(places, place, number, units) { Entered::Another } else { Entered::First };
             }
         }
         Entered::Alone
@@ -168,6 +169,44 @@ impl Blocks {
             let word = Word(word.load(Relaxed));
             word.pieces() > 0 && word.units() + units <= BLOCK / UNIT
         })
+    }
+}
+
+/// Another thread may have entered the same block at the same time, at another of its `places`: whether the piece just
+/// entered at `mine` now stands there.
+#[inline]
+fn join(places: &[AtomicU64], mine: &AtomicU64, number: u64, units: u64) -> bool {
+    for place in places.iter().filter(|place| !core::ptr::eq(*place, mine)) {
+        let mut word = place.load(Acquire);
+        while Word(word).number() == number && Word(word).pieces() > 0 {
+            let next = word + units * Word::ONE_UNIT + Word::PIECE;
+            match place.compare_exchange(word, next, AcqRel, Acquire) {
+                Ok(_) => return take_out(mine, number, units, place),
+                Err(now) => word = now,
+            }
+        }
+    }
+    false
+}
+
+/// The piece stands twice, at `mine` and at `other`: takes it out at one of them. Whether what is left was paid for by
+/// another piece.
+#[cold]
+fn take_out(mine: &AtomicU64, number: u64, units: u64, other: &AtomicU64) -> bool {
+    if mine.compare_exchange(Word::first(number, units), 0, AcqRel, Acquire).is_ok() {
+        return true;
+    }
+    // Others have joined at `mine` meanwhile.
+    let mut word = other.load(Acquire);
+    loop {
+        // Where all other pieces have left `other`, the last of them did not take its block along.
+        let is_last = Word(word).pieces() <= 1;
+        let taken = units.min(Word(word).units()) * Word::ONE_UNIT + Word::PIECE;
+        let next = if is_last { 0 } else { word - taken };
+        match other.compare_exchange(word, next, AcqRel, Acquire) {
+            Ok(_) => return is_last,
+            Err(now) => word = now,
+        }
     }
 }
 

@@ -56,10 +56,28 @@ pub(super) fn settle_at(card: &Card, claim: Claim, real: u64) {
     note_peak(card);
 }
 
+/// Asks for `bytes` and charges them at once, before the driver is asked: where the card is looked at in between, a claim
+/// would look like a call at the driver.
+pub(super) fn advance(container: &Container, card: &Card, bytes: u64) -> Option<u64> {
+    settle(card, try_ask(container, card, bytes)?);
+    Some(bytes)
+}
+
+/// The driver failed, and the bytes were charged in advance.
+pub(super) fn undo_advance(card: &Card, bytes: u64, why: CUresult) {
+    card.memory.free(bytes);
+    note_failure(card, why);
+}
+
 /// The driver failed.
 #[inline]
 pub(super) fn undo(card: &Card, claim: Claim, why: CUresult) {
     card.memory.undo(claim);
+    note_failure(card, why);
+}
+
+#[inline]
+fn note_failure(card: &Card, why: CUresult) {
     // HK-15: the limit had room, the card had not.
     if why == CUresult::OUT_OF_MEMORY {
         card.words.card_full.fetch_add(1, Relaxed);

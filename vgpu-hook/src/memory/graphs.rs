@@ -249,6 +249,8 @@ fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult 
     let Some(entry) = known else { return real() };
     let card = container.card_at(entry.card);
     let Some((card, pool)) = card.and_then(|card| Some((card, graphs.pool(card)?))) else { return real() };
+    // Before the pool is held: whoever looks waits for it.
+    container.books.measuring.heed();
     let held = pool.lock.lock();
     let (reserved, used) = follow(container, card, pool, &held);
     let whole = round_up(entry.size, BLOCK);

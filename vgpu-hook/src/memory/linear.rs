@@ -9,6 +9,7 @@ use super::{Here, Kind, Pass, charge, counted, here};
 use crate::container::{self, Card, Container};
 use crate::cuda::{CUdeviceptr, CUresult};
 use crate::driver;
+use crate::sys;
 
 /// `cuMemAlloc`.
 ///
@@ -119,6 +120,7 @@ fn take(
     place: *mut CUdeviceptr,
     ask: &mut impl FnMut(*mut CUdeviceptr) -> CUresult,
 ) -> CUresult {
+    now.container.books.measuring.heed();
     let served = blocks::served(bytes);
     let size = match served {
         Served::Blocks(size) => size,
@@ -195,6 +197,7 @@ fn take_piece_of_known_block(
     if !blocks.is_some_and(|blocks| blocks.may_have_room(bytes)) {
         return refuse();
     }
+    let _hidden = now.container.books.measuring.hidden();
     let result = ask(place);
     if !result.is_ok() {
         return result;
@@ -303,24 +306,102 @@ pub(crate) unsafe fn free(
     pointer: CUdeviceptr,
 ) -> CUresult {
     // SAFETY: the caller's own argument.
-    free_by(pointer, || unsafe { real(pointer) })
+    free_by(pointer, When::Now, || unsafe { real(pointer) })
+}
+
+/// When what is freed is free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    /// At the end of the call.
+    Now,
+    /// When its stream has come that far.
+    InOrder,
 }
 
 /// Frees an address by whatever call.
 #[inline]
-pub(super) fn free_by(pointer: CUdeviceptr, real: impl FnOnce() -> CUresult) -> CUresult {
+pub(super) fn free_by(pointer: CUdeviceptr, when: When, real: impl FnOnce() -> CUresult) -> CUresult {
     let Ok(container) = counted() else { return real() };
     let Some(entry) = container.books.pointers.take(pointer) else { return free_unknown(container, real) };
+    let Some(card) = container.card_at(entry.card) else { return real() };
+    if entry.kind != Kind::Blocks as u8 {
+        return free_part(container, card, pointer, &entry, when, real);
+    }
+    container.books.measuring.heed();
+    let bytes = card.memory.begin_free(entry.size);
     container::fault_point();
     let result = real();
     container::fault_point();
-    let Some(card) = container.card_at(entry.card) else { return result };
-    if result.is_ok() {
-        give_back(container, card, pointer, &entry);
+    if result.is_ok() || is_gone(container, pointer, result) {
+        card.memory.freed(bytes);
     } else {
+        card.memory.kept(bytes);
         let _ = container.books.pointers.insert(pointer, &entry);
     }
     result
+}
+
+/// Frees a piece of a block or of a pool.
+#[inline]
+fn free_part(
+    container: &Container,
+    card: &Card,
+    pointer: CUdeviceptr,
+    entry: &Entry,
+    when: When,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let is_piece = entry.kind == Kind::Piece as u8;
+    // Only afterwards it is known whether the block goes.
+    let _hidden = is_piece.then(|| container.books.measuring.hidden());
+    container::fault_point();
+    let result = real();
+    container::fault_point();
+    if result.is_ok() || is_gone(container, pointer, result) {
+        give_back(container, card, pointer, entry);
+        if !is_piece && when == When::Now {
+            container.books.pools.observe_all(container);
+        }
+    } else {
+        let _ = container.books.pointers.insert(pointer, entry);
+    }
+    result
+}
+
+/// Whether a free failed because another thread had freed the same address: without an entry in the table, since that was
+/// with this thread.
+#[inline]
+fn is_gone(container: &Container, pointer: CUdeviceptr, why: CUresult) -> bool {
+    why == CUresult::INVALID_VALUE && (!is_there(pointer) || is_anothers(container, pointer))
+}
+
+/// How long the thread that got an address may need to enter it into the table, in pauses of 0.1 ms.
+const ENTERING: u32 = 200;
+
+/// Whether the driver has given an address to somebody else by now. A free may also fail for another reason (a plain
+/// allocation cannot be freed in a stream's order), and then nobody comes.
+#[cold]
+fn is_anothers(container: &Container, pointer: CUdeviceptr) -> bool {
+    (0..ENTERING).any(|_| {
+        let entered = container.books.pointers.get(pointer).is_some();
+        if !entered {
+            sys::sleep_ns(100_000);
+        }
+        entered
+    })
+}
+
+#[cold]
+fn is_there(pointer: CUdeviceptr) -> bool {
+    let ask = driver::function!(
+        cuMemGetAddressRange_v2: unsafe extern "C" fn(*mut CUdeviceptr, *mut usize, CUdeviceptr) -> CUresult
+    );
+    let (mut base, mut size) = (0, 0);
+    // SAFETY: the driver writes two numbers; it says no to an address that is none of its own.
+    let result = ask.map(|ask| unsafe { ask(&raw mut base, &raw mut size, pointer) });
+    // Any other answer is about something else.
+    let unknown = [CUresult::INVALID_VALUE, CUresult::NOT_FOUND];
+    result.is_none_or(|result| if result.is_ok() { base == pointer } else { !unknown.contains(&result) })
 }
 
 /// An address that is in no table: an imported one, one of a graph, or none at all. The driver knows.

@@ -1,158 +1,425 @@
-//! What the driver takes from a card without saying how much: found by looking at the card before and after.
+//! What the driver takes from a card without saying how much: found by looking before and after.
 //!
-//! The difference holds whatever other processes did meanwhile. What those of this container did is known and taken out;
-//! what other containers did is not, so a difference is believed only up to what the thing in question can be. The
-//! agent's comparison with NVML by process finds the rest.
+//! The difference holds whatever else happened meanwhile, so:
+//! * **This process's other threads** must not be between the driver and the books while one looks. Whoever looks asks for
+//!   silence: threads wait before they go to the driver, for a few ms at most, and those that are there already are waited for
+//!   (C and B of the account differ then, and [`Measuring::hidden`] tells of the rest). What they did before and after
+//!   stands in the books, and is taken out.
+//! * **Other processes** do not matter where NVML lists this one with its own figure: that is asked for then. Which entry
+//!   is this process's is known by its number, and believed only if the entry came when this process made its first context:
+//!   a driver that counts processes as the host does may list another one by that number.
+//! * **Where NVML does not list it**, the whole card is looked at: what processes of this container did is known by their books,
+//!   what other containers did is not, so a difference is believed only up to what the thing in question can be.
+//!
+//! Measurements of one card wait for each other, so that each finds its own. One that takes long, as an image that is compiled
+//! while it is loaded, is not waited for to its end: those that overlap have one beginning, what was taken since is charged to the
+//! first that ends, and the rest to those that follow, so that all of it is charged, once.
 
-use core::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicUsize};
 
-use crate::container::Card;
-use crate::cuda::{CUcontext, CUdevice, CUresult};
-use crate::driver::{self, Function, Library, elf};
+use mullion_region::MAX_DEVICES;
 
-/// A state of a card.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Look {
-    free: u64,
-    /// What the container had by its own books.
-    counted: u64,
+use super::looks::{self, From, Nvml};
+use crate::container::{Card, Container, Held, Lock, thread};
+use crate::sys;
+
+const PAUSE_NS: u64 = 100_000;
+/// Pauses of [`PAUSE_NS`] in one look, for calls that are at the driver and for looks that were disturbed: 0.5 s, since a thread may
+/// lose its core in the middle of one. A free that waits for a kernel can take longer.
+const PAUSES: u32 = 5_000;
+/// Pauses in which a measurement waits for another one: 2 s.
+const TURN: u32 = 20_000;
+/// Pauses in which a thread waits for the silence of another one to end: 2 s, and no look takes that long.
+const PATIENCE: u32 = 20_000;
+
+/// The measurements of this process.
+#[derive(Debug)]
+pub(crate) struct Measuring {
+    /// Held while one looks, and while it charges what it saw.
+    lock: Lock,
+    /// Not 0 while one looks.
+    silence: AtomicU32,
+    /// Calls at the driver of which the account does not tell.
+    hidden: AtomicU32,
+    /// This process's number in NVML's lists; 0 = not known.
+    own_pid: AtomicU32,
+    nvml: Nvml,
+    cards: [UnderWay; MAX_DEVICES],
 }
 
-impl Look {
-    /// Bytes that the card has less of since `before`, at most `most`.
-    pub(super) fn since(self, before: Self, most: u64) -> u64 {
-        let less = i128::from(before.free) - i128::from(self.free);
-        let counted = i128::from(self.counted) - i128::from(before.counted);
-        u64::try_from(less - counted).unwrap_or(0).min(most)
+/// Measurements of one card that have begun and not ended, and from where they count.
+#[derive(Debug)]
+struct UnderWay {
+    count: AtomicU32,
+    /// The thread that began the last one: what it does within its own measurement does not wait for that.
+    thread: AtomicUsize,
+    base: [AtomicI64; WAYS],
+}
+
+/// Ways to look: by CUDA, by NVML, at this process alone.
+const WAYS: usize = 3;
+const BY_CUDA: usize = 0;
+const BY_NVML: usize = 1;
+const ALONE: usize = 2;
+/// No base.
+const NONE: i64 = i64::MIN;
+
+/// Bytes in use that stand in no books, by the ways in which that is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Uncounted {
+    by: [Option<i64>; WAYS],
+    /// Nobody of whom this could be known was between the driver and the books.
+    is_quiet: bool,
+}
+
+fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+/// What was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Taken {
+    /// Bytes that the driver took, less than 0 where it gave some back.
+    pub(super) bytes: i64,
+    pub(super) trust: Trust,
+}
+
+/// How far what was found can be relied on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Trust {
+    /// NVML's own figure of this process.
+    Full,
+    /// The card was looked at; other containers could have moved the figure.
+    Card,
+    /// The same, and processes of this container were busy.
+    Busy,
+}
+
+impl Taken {
+    /// Bytes taken, at most `most` where other containers could have moved the figure.
+    pub(super) fn more(self, most: u64) -> u64 {
+        self.bounded(self.bytes, most)
     }
 
-    /// Whether the container's books are as they were `before`. Where they are not, some of its processes were between the
-    /// driver and the books at one of the two looks, and the difference is off by that, either way.
-    pub(super) fn is_quiet_since(self, before: Self) -> bool {
-        self.counted == before.counted
+    /// Bytes given back, at most `most` as above.
+    pub(super) fn less(self, most: u64) -> u64 {
+        self.bounded(self.bytes.saturating_neg(), most)
+    }
+
+    fn bounded(self, bytes: i64, most: u64) -> u64 {
+        let bytes = u64::try_from(bytes).unwrap_or(0);
+        if self.trust == Trust::Full { bytes } else { bytes.min(most) }
     }
 }
 
-/// The card of the calling thread's context.
-pub(super) fn look(card: &Card) -> Option<Look> {
-    let ask = driver::function!(cuMemGetInfo_v2: unsafe extern "C" fn(*mut usize, *mut usize) -> CUresult)?;
-    let (mut free, mut total) = (0, 0);
-    let counted = card.memory.total();
-    // SAFETY: the driver writes two numbers.
-    let result = unsafe { ask(&raw mut free, &raw mut total) };
-    result.is_ok().then_some(Look { free: free as u64, counted })
-}
+/// Silence until this goes. The lock is held.
+struct Silence<'m>(&'m Measuring);
 
-/// The card of a context that need not be current.
-pub(super) fn look_in(card: &Card, context: u64) -> Option<Look> {
-    let push = driver::function!(cuCtxPushCurrent_v2: unsafe extern "C" fn(CUcontext) -> CUresult)?;
-    let pop = driver::function!(cuCtxPopCurrent_v2: unsafe extern "C" fn(*mut CUcontext) -> CUresult)?;
-    let context = core::ptr::with_exposed_provenance_mut(usize::try_from(context).ok()?);
-    // SAFETY: a live context of this process.
-    if !unsafe { push(context) }.is_ok() {
-        return None;
+impl Drop for Silence<'_> {
+    fn drop(&mut self) {
+        self.0.silence.store(0, SeqCst);
+        sys::futex_wake(self.0.silence.as_ptr());
     }
-    let seen = look(card);
-    let mut popped = core::ptr::null_mut();
-    // SAFETY: takes the context off again that was just put on.
-    let _ = unsafe { pop(&raw mut popped) };
-    seen
 }
 
-type Device = *mut c_void;
+/// A call at the driver of which the account does not tell, until this goes.
+#[derive(Debug)]
+pub(super) struct Hidden<'m>(&'m Measuring);
 
-#[repr(C)]
-#[derive(Default)]
-struct Memory {
-    total: u64,
-    free: u64,
-    used: u64,
-}
-
-macro_rules! nvml {
-    ($name:literal: $type:ty) => {{
-        static FUNCTION: Function = Function::new(Library::Nvml, $name);
-        FUNCTION.address().ok().map(|address| {
-            // SAFETY: NVML's function of this name has this type (`nvml.h`).
-            unsafe { core::mem::transmute::<usize, $type>(address) }
-        })
-    }};
-}
-
-/// A card on which this process has no context yet: only NVML can tell. `None` where the container has no NVML (its
-/// image does not ask for the driver's `utility` part).
-pub(super) fn look_without_context(card: &Card) -> Option<Look> {
-    if !Library::Nvml.is_loaded() {
-        load_nvml();
+impl Drop for Hidden<'_> {
+    fn drop(&mut self) {
+        self.0.hidden.fetch_sub(1, SeqCst);
     }
-    let start = nvml!(c"nvmlInit_v2": unsafe extern "C" fn() -> c_uint)?;
-    let find = nvml!(
-        c"nvmlDeviceGetHandleByUUID": unsafe extern "C" fn(*const c_char, *mut Device) -> c_uint
-    )?;
-    let ask = nvml!(c"nvmlDeviceGetMemoryInfo": unsafe extern "C" fn(Device, *mut Memory) -> c_uint)?;
-    // SAFETY: it takes nothing. It counts its users; this one stays.
-    if unsafe { start() } != 0 {
-        return None;
-    }
-    let name = card.name()?;
-    let (mut device, mut memory) = (core::ptr::null_mut(), Memory::default());
-    // SAFETY: a NUL-terminated name; NVML writes one handle.
-    if unsafe { find(name.as_c_str().as_ptr(), &raw mut device) } != 0 {
-        return None;
-    }
-    let counted = card.memory.total();
-    // SAFETY: NVML writes three numbers.
-    let result = unsafe { ask(device, &raw mut memory) };
-    (result == 0).then_some(Look { free: memory.free, counted })
 }
 
-/// The program has not loaded NVML, so this library does. If there is none, the loader's note of that is taken away
-/// again, so that the program does not find it.
-fn load_nvml() {
-    const RTLD_LAZY: c_int = 1;
-    const NAME: &CStr = c"libnvidia-ml.so.1";
-    let Some(open) = elf::next_function(c"dlopen") else { return };
-    // SAFETY: the C library's function of this name has this type.
-    let open = unsafe {
-        core::mem::transmute::<usize, unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void>(open)
+/// Nobody else looks until this goes.
+#[derive(Debug)]
+pub(super) struct Alone<'m> {
+    measuring: &'m Measuring,
+    _held: Held<'m>,
+}
+
+impl Alone<'_> {
+    /// Bytes in use on the card that stand in no books, more or less than those of another time; `None` where that cannot
+    /// be told. What the caller has charged in advance counts as in the books.
+    pub(super) fn glance(&self, container: &Container, card: &Card, from: From) -> Option<i64> {
+        let seen = self.measuring.look(container, card, from, false);
+        seen.by.get(BY_CUDA).copied().flatten().filter(|_| seen.is_quiet)
+    }
+}
+
+/// A measurement that has begun.
+#[derive(Debug)]
+pub(super) struct Measurement<'c> {
+    container: &'static Container,
+    card: &'c Card,
+    from: From,
+    /// Whether the process's own figure is asked for.
+    alone: bool,
+    /// Numbers that may be this process's and that NVML did not list at the beginning.
+    newcomers: [u32; 2],
+    /// Whether nothing disturbed the look at the beginning.
+    was_quiet: bool,
+}
+
+impl Measuring {
+    pub(super) const fn new() -> Self {
+        Self {
+            lock: Lock::new(),
+            silence: AtomicU32::new(0),
+            hidden: AtomicU32::new(0),
+            own_pid: AtomicU32::new(0),
+            nvml: Nvml::new(),
+            cards: [const {
+                UnderWay {
+                    count: AtomicU32::new(0),
+                    thread: AtomicUsize::new(0),
+                    base: [const { AtomicI64::new(NONE) }; WAYS],
+                }
+            }; MAX_DEVICES],
+        }
+    }
+
+    /// Waits while another thread looks. To be called before the driver is asked for memory, or to take it back.
+    #[inline]
+    pub(super) fn heed(&self) {
+        if self.silence.load(Relaxed) != 0 {
+            self.wait_for_end_of_silence();
+        }
+    }
+
+    #[cold]
+    fn wait_for_end_of_silence(&self) {
+        for _ in 0..PATIENCE {
+            if self.silence.load(SeqCst) == 0 {
+                return;
+            }
+            let _ = sys::futex_wait(self.silence.as_ptr(), 1, PAUSE_NS);
+        }
+    }
+
+    /// Tells those who look of a call that the account does not tell of.
+    pub(super) fn hidden(&self) -> Hidden<'_> {
+        self.heed();
+        self.hidden.fetch_add(1, SeqCst);
+        Hidden(self)
+    }
+
+    fn is_busy(&self, card: &Card) -> bool {
+        self.hidden.load(SeqCst) != 0 || card.memory.is_in_flight()
+    }
+
+    /// Looks at the card in silence. The lock is held.
+    fn look(&self, container: &Container, card: &Card, from: From, alone: bool) -> Uncounted {
+        self.silence.store(1, SeqCst);
+        let _silence = Silence(self);
+        let mut seen = Uncounted { by: [None; WAYS], is_quiet: false };
+        let mut pauses = 0;
+        let mut pause = || {
+            pauses += 1;
+            sys::sleep_ns(PAUSE_NS);
+            pauses < PAUSES
+        };
+        let mut is_first = true;
+        loop {
+            while self.is_busy(card) && pause() {}
+            container.books.pools.observe_all(container);
+            container.books.graphs.observe_all(container);
+            let counted = (card.memory.total(), card.memory.own_used());
+            let free = looks::free_bytes(&self.nvml, card, from);
+            let own = if alone { self.own_bytes(card) } else { None };
+            container.books.pools.observe_all(container);
+            container.books.graphs.observe_all(container);
+            let is_own_quiet =
+                counted == (card.memory.total(), card.memory.own_used()) && !self.is_busy(card);
+            let way = if from == From::Nowhere { BY_NVML } else { BY_CUDA };
+            seen.by = [None; WAYS];
+            if let Some(place) = seen.by.get_mut(way) {
+                *place = free.map(|free| -signed(free) - signed(counted.0));
+            }
+            if let Some(place) = seen.by.get_mut(ALONE) {
+                *place = own.map(|own| signed(own) - signed(counted.1));
+            }
+            seen.is_quiet = is_own_quiet && (own.is_some() || !card.memory.is_any_in_flight());
+            if core::mem::take(&mut is_first) && !seen.is_quiet && own.is_none() {
+                // What a dead process left half done would look busy for ever.
+                card.memory.reap_dead(&mut container.peers());
+            }
+            if seen.is_quiet || !pause() {
+                if let Some(place) = seen.by.get_mut(ALONE).filter(|_| !is_own_quiet) {
+                    *place = None;
+                }
+                return seen;
+            }
+        }
+    }
+
+    /// Keeps all other looks away, for what is over at once: it has no overlap with other measurements.
+    pub(super) fn alone(&self) -> Alone<'_> {
+        Alone { measuring: self, _held: self.lock.lock() }
+    }
+
+    /// This process's bytes on the card, by NVML's list. `None` where they are not known.
+    fn own_bytes(&self, card: &Card) -> Option<u64> {
+        let pid = self.own_pid.load(Relaxed);
+        if pid == 0 {
+            return None;
+        }
+        let listing = self.nvml.processes(card)?;
+        // Where it is not listed it has no context.
+        if listing.names(pid) { listing.bytes_of(pid) } else { Some(0) }
+    }
+
+    /// Begins to measure what the driver is about to take from `card`, by this process's own figure if `alone` and it can be
+    /// had. `is_first` is for the first context of this process on the card.
+    pub(super) fn begin<'c>(
+        &self,
+        container: &'static Container,
+        card: &'c Card,
+        from: From,
+        alone: bool,
+        is_first: bool,
+    ) -> Measurement<'c> {
+        let under_way = self.cards.get(usize::from(card.index));
+        let _held = under_way.map_or_else(|| self.lock.lock(), |under_way| self.lock_in_turn(under_way));
+        let mut newcomers = [0; 2];
+        let mut seen = self.look(container, card, from, alone);
+        if is_first && self.own_pid.load(Relaxed) == 0 {
+            if let Some(listing) = self.nvml.processes(card) {
+                newcomers = container.own_pids().map(|pid| if listing.names(pid) { 0 } else { pid });
+            }
+            if let Some(place) = seen.by.get_mut(ALONE).filter(|_| newcomers != [0; 2]) {
+                *place = Some(-signed(card.memory.own_used()));
+            }
+        }
+        if let Some(under_way) = under_way {
+            under_way.thread.store(thread(), Relaxed);
+            let is_only = under_way.count.fetch_add(1, Relaxed) == 0;
+            for (base, seen) in under_way.base.iter().zip(seen.by) {
+                if is_only || base.load(Relaxed) == NONE {
+                    base.store(seen.unwrap_or(NONE), Relaxed);
+                }
+            }
+        }
+        Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet }
+    }
+
+    /// The lock, when no measurement of the card is under way or after a while.
+    fn lock_in_turn(&self, under_way: &UnderWay) -> Held<'_> {
+        for _ in 0..TURN {
+            let held = self.lock.lock();
+            if under_way.count.load(Relaxed) == 0 || under_way.thread.load(Relaxed) == thread() {
+                return held;
+            }
+            drop(held);
+            sys::sleep_ns(PAUSE_NS);
+        }
+        self.lock.lock()
+    }
+
+    /// Makes known which entry of NVML's lists is this process's: one that came with its first context.
+    fn meet(&self, card: &Card, newcomers: [u32; 2]) {
+        if newcomers == [0; 2] || self.own_pid.load(Relaxed) != 0 {
+            return;
+        }
+        let Some(listing) = self.nvml.processes(card) else { return };
+        let came = newcomers.into_iter().find(|pid| *pid != 0 && listing.names(*pid));
+        self.own_pid.store(came.unwrap_or(0), Relaxed);
+    }
+}
+
+impl Measurement<'_> {
+    /// Nothing came of it.
+    pub(super) fn abandon(self) {
+        let measuring = &self.container.books.measuring;
+        let _held = measuring.lock.lock();
+        if let Some(under_way) = measuring.cards.get(usize::from(self.card.index)) {
+            under_way.count.fetch_sub(1, Relaxed);
+        }
+    }
+
+    /// Ends it: `settle` charges what was taken, before any other measurement ends. `None` where nothing could be seen.
+    pub(super) fn end<T>(self, settle: impl FnOnce(Option<Taken>) -> T) -> T {
+        let Self { container, card, from, alone, newcomers, was_quiet } = self;
+        let measuring = &container.books.measuring;
+        let _held: Held<'_> = measuring.lock.lock();
+        measuring.meet(card, newcomers);
+        let mut seen = measuring.look(container, card, from, alone);
+        seen.is_quiet &= was_quiet;
+        let Some(under_way) = measuring.cards.get(usize::from(card.index)) else { return settle(None) };
+        under_way.count.fetch_sub(1, Relaxed);
+        settle(difference(&seen, &under_way.base))
+    }
+}
+
+/// What was taken since the base, by the best of the ways that know both ends.
+fn difference(seen: &Uncounted, base: &[AtomicI64; WAYS]) -> Option<Taken> {
+    let since = |way: usize| {
+        let base = base.get(way)?.load(Relaxed);
+        let now = seen.by.get(way).copied().flatten()?;
+        (base != NONE).then(|| now.saturating_sub(base))
     };
-    // SAFETY: a NUL-terminated name.
-    if unsafe { open(NAME.as_ptr(), RTLD_LAZY) }.is_null()
-        && let Some(error) = elf::next_function(c"dlerror")
-    {
-        // SAFETY: as above.
-        let error = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn() -> *const c_char>(error) };
-        // SAFETY: it takes nothing.
-        unsafe { error() };
-    }
-}
-
-/// Whether a device's primary context exists.
-pub(super) fn primary_is_active(device: CUdevice) -> bool {
-    let ask = driver::function!(
-        cuDevicePrimaryCtxGetState: unsafe extern "C" fn(CUdevice, *mut c_uint, *mut c_int) -> CUresult
-    );
-    let (mut flags, mut active) = (0, 0);
-    // SAFETY: the driver writes two numbers.
-    ask.is_some_and(|ask| unsafe { ask(device, &raw mut flags, &raw mut active) }.is_ok()) && active != 0
+    let on_card = if seen.is_quiet { Trust::Card } else { Trust::Busy };
+    [(ALONE, Trust::Full), (BY_CUDA, on_card), (BY_NVML, on_card)]
+        .into_iter()
+        .find_map(|(way, trust)| Some(Taken { bytes: since(way)?, trust }))
 }
 
 #[cfg(test)]
 mod tests {
+    extern crate std;
+
     use super::*;
 
+    fn bases(bases: [i64; WAYS]) -> [AtomicI64; WAYS] {
+        bases.map(AtomicI64::new)
+    }
+
     #[test]
-    fn what_the_container_did_meanwhile_is_taken_out() {
-        let before = Look { free: 1000, counted: 100 };
-        for (case, free, counted, want) in [
-            ("nothing happened", 1000, 100, 0),
-            ("the driver took 300", 700, 100, 300),
-            ("and another process of the container 200", 500, 300, 300),
-            ("another one freed 50", 750, 50, 300),
-            ("another container freed more than that", 1500, 100, 0),
-            ("another container took a lot", 0, 100, 400),
+    fn the_best_of_the_known_ways_counts() {
+        let taken = |bytes, trust| Some(Taken { bytes, trust });
+        for (case, base, by, is_quiet, want) in [
+            ("alone", [0, NONE, 100], [Some(900), None, Some(400)], true, taken(300, Trust::Full)),
+            ("not listed at the end", [0, NONE, 100], [Some(900), None, None], true, taken(900, Trust::Card)),
+            ("not listed at first", [0, NONE, NONE], [Some(9), None, Some(400)], true, taken(9, Trust::Card)),
+            ("by NVML", [NONE, -50, NONE], [None, Some(250), None], false, taken(300, Trust::Busy)),
+            ("given back", [0, NONE, NONE], [Some(-7), None, None], true, taken(-7, Trust::Card)),
+            ("looked from two places", [0, NONE, NONE], [None, Some(5), None], true, None),
+            ("nothing seen", [NONE; WAYS], [None; WAYS], true, None),
         ] {
-            assert_eq!(Look { free, counted }.since(before, 400), want, "{case}");
+            assert_eq!(difference(&Uncounted { by, is_quiet }, &bases(base)), want, "{case}");
         }
+    }
+
+    #[test]
+    fn only_what_neighbours_can_move_is_bounded() {
+        for (case, bytes, trust, more, less) in [
+            ("its own figure", 500, Trust::Full, 500, 0),
+            ("the card's", 500, Trust::Card, 400, 0),
+            ("given back", -500, Trust::Busy, 0, 400),
+            ("given back by its own figure", -500, Trust::Full, 0, 500),
+            ("nothing", 0, Trust::Card, 0, 0),
+        ] {
+            let taken = Taken { bytes, trust };
+            assert_eq!((taken.more(400), taken.less(400)), (more, less), "{case}");
+        }
+    }
+
+    #[test]
+    fn silence_ends_and_calls_are_told_of() {
+        let measuring = Measuring::new();
+        measuring.heed();
+        let hidden = measuring.hidden();
+        assert_eq!(measuring.hidden.load(SeqCst), 1);
+        drop(hidden);
+        assert_eq!(measuring.hidden.load(SeqCst), 0);
+        measuring.silence.store(1, SeqCst);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| measuring.heed());
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!waiting.is_finished(), "it does not heed");
+            drop(Silence(&measuring));
+        });
     }
 }

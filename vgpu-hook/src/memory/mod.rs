@@ -3,7 +3,7 @@
 //! | family | charged | to |
 //! | --- | --- | --- |
 //! | `cuMemAlloc`, pitched, managed | the driver's blocks (`blocks`) | the current context's card |
-//! | arrays, mipmapped arrays | what the driver says they need | the same |
+//! | arrays, mipmapped arrays | what the driver says they need; small ones by the block (`arrays`) | the same |
 //! | `cuMemAllocAsync`, pools | what the pool holds (`pools`) | the pool's card |
 //! | `cuMemCreate` | its size, until handles and mappings are gone | `prop.location`'s card; the host's is free |
 //! | graph memory | what the card's graph pool holds | the graph's card |
@@ -25,10 +25,13 @@ mod arena;
 mod arrays;
 mod blocks;
 mod charge;
+mod context_limits;
 mod contexts;
 mod graphs;
+mod green_contexts;
 mod legacy;
 mod linear;
+mod looks;
 mod measured;
 mod modules;
 mod pooled;
@@ -44,8 +47,10 @@ use crate::driver;
 
 use arena::{Arena, Entries};
 pub(crate) use arrays::*;
+pub(crate) use context_limits::*;
 pub(crate) use contexts::*;
 pub(crate) use graphs::*;
+pub(crate) use green_contexts::*;
 pub(crate) use legacy::*;
 pub(crate) use linear::*;
 pub(crate) use modules::*;
@@ -66,7 +71,8 @@ pub(crate) struct Books {
     pools: pools::Pools,
     graphs: graphs::Graphs,
     contexts: contexts::Contexts,
-    outlived: arrays::Outlived,
+    small_arrays: arrays::Small,
+    measuring: measured::Measuring,
 }
 
 /// What stands behind a key.
@@ -86,6 +92,8 @@ enum Kind {
     /// `note` is the context itself.
     Context = 8,
     GreenContext = 9,
+    /// An array or a mipmapped one that shares a block; not charged by itself. `size` is what it needs, `note` the context.
+    SmallArray = 10,
 }
 
 impl Books {
@@ -98,7 +106,8 @@ impl Books {
             pools: pools::Pools::new(),
             graphs: graphs::Graphs::new(),
             contexts: contexts::Contexts::new(),
-            outlived: arrays::Outlived::new(),
+            small_arrays: arrays::Small::new(),
+            measuring: measured::Measuring::new(),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Modules and libraries: code and globals, charged with what the card has less of after loading.
+//! Modules and libraries: code and globals, charged with what the process has more of after loading, or, where NVML does not
+//! say that or the card is not shared, with what the card has less of.
 //!
 //! With lazy loading (the default since CUDA 12.2) a function's code comes with its first use, which is not seen here.
 
@@ -6,7 +7,8 @@ use core::ffi::{c_char, c_uint, c_void};
 
 use mullion_accounting::Entry;
 
-use super::{Kind, Pass, charge, counted, here, key_of, measured};
+use super::looks::From;
+use super::{Kind, Pass, charge, counted, here, key_of};
 use crate::container;
 use crate::cuda::{CUlibrary, CUmodule, CUresult};
 use crate::driver;
@@ -31,28 +33,36 @@ unsafe fn load(
         Err(Pass::Refused(result)) => return result,
         _ => return real(place),
     };
-    let before = measured::look(now.card);
+    let alone = now.card.is_shared();
+    let measuring = &now.container.books.measuring;
+    let measurement = measuring.begin(now.container, now.card, From::Here, alone, false);
     let mut loaded = core::ptr::null_mut();
     container::fault_point();
     let result = real(&raw mut loaded);
     container::fault_point();
     if !result.is_ok() {
+        measurement.abandon();
         return result;
     }
-    let after = measured::look(now.card);
-    let taken = before.zip(after).map_or(0, |(before, after)| after.since(before, MOST));
-    let Some(claim) = charge::ask(now.container, now.card, taken) else {
-        if let Some(unload) = unload() {
-            // SAFETY: an image that nobody knows of.
-            let _ = unsafe { unload(loaded) };
-        }
+    let charged = measurement.end(|taken| {
+        let taken = taken.map_or(0, |taken| taken.more(MOST));
+        let Some(claim) = charge::ask(now.container, now.card, taken) else {
+            if let Some(unload) = unload() {
+                // SAFETY: an image that nobody knows of.
+                let _ = unsafe { unload(loaded) };
+            }
+            return false;
+        };
+        charge::settle(now.card, claim);
+        // A library belongs to no context.
+        let note = if kind == Kind::Module { now.context } else { 0 };
+        let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note };
+        let _ = now.container.books.objects.insert(key_of(kind, loaded.addr() as u64), &entry);
+        true
+    });
+    if !charged {
         return CUresult::OUT_OF_MEMORY;
-    };
-    charge::settle(now.card, claim);
-    // A library belongs to no context.
-    let note = if kind == Kind::Module { now.context } else { 0 };
-    let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note };
-    let _ = now.container.books.objects.insert(key_of(kind, loaded.addr() as u64), &entry);
+    }
     // SAFETY: not null, so the caller's place for a result.
     unsafe { place.write(loaded) };
     result
@@ -177,13 +187,17 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
     let Ok(container) = counted() else { return real() };
     let key = key_of(kind, handle.addr() as u64);
     let Some(entry) = container.books.objects.take(key) else { return real() };
+    let Some(card) = container.card_at(entry.card) else { return real() };
+    container.books.measuring.heed();
+    let bytes = card.memory.begin_free(entry.size);
     container::fault_point();
     let result = real();
     container::fault_point();
-    if !result.is_ok() {
+    if result.is_ok() {
+        card.memory.freed(bytes);
+    } else {
+        card.memory.kept(bytes);
         let _ = container.books.objects.insert(key, &entry);
-    } else if let Some(card) = container.card_at(entry.card) {
-        card.memory.free(entry.size);
     }
     result
 }

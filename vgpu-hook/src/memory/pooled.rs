@@ -180,6 +180,8 @@ unsafe fn counted_alloc(
     per_thread: bool,
 ) -> CUresult {
     let container = now.container;
+    // Before the pool's record is held: whoever looks waits for it.
+    container.books.measuring.heed();
     let pools = &container.books.pools;
     let pool = pool.addr() as u64;
     // Under capture it becomes a node of a graph, whose memory comes with the launch.
@@ -278,7 +280,7 @@ fn take_back(
 /// As `cuMemFreeAsync`.
 pub(crate) unsafe fn free_async(real: Free, pointer: CUdeviceptr, stream: CUstream) -> CUresult {
     // SAFETY: the caller's own arguments.
-    linear::free_by(pointer, || unsafe { real(pointer, stream) })
+    linear::free_by(pointer, linear::When::InOrder, || unsafe { real(pointer, stream) })
 }
 
 /// `cuMemPoolCreate`.

@@ -186,6 +186,7 @@ pub(crate) unsafe fn create(
         // SAFETY: the caller's own arguments.
         return unsafe { real(handle, size, properties, flags) };
     };
+    container.books.measuring.heed();
     let Some(claim) = charge::ask(container, card, size as u64) else { return CUresult::OUT_OF_MEMORY };
     let mut place = 0;
     container::fault_point();
@@ -228,18 +229,33 @@ pub(crate) unsafe fn release(
     let known = counted().ok().and_then(|container| {
         container.books.allocations.take_reference(handle).map(|entry| (container, entry))
     });
+    let _hidden = known.as_ref().map(|(container, _)| container.books.measuring.hidden());
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(handle) };
     container::fault_point();
     if let Some((container, entry)) = known {
-        if result.is_ok() {
+        if result.is_ok() || is_gone(handle, result) {
             free(container, container.books.allocations.drop_reference(&entry));
         } else {
             container.books.allocations.put_reference(handle, &entry);
         }
     }
     result
+}
+
+/// Whether a release failed because another thread had released the same handle once too often.
+fn is_gone(handle: CUmemGenericAllocationHandle, why: CUresult) -> bool {
+    let ask = driver::function!(
+        cuMemGetAllocationPropertiesFromHandle: unsafe extern "C" fn(
+            *mut CUmemAllocationProp,
+            CUmemGenericAllocationHandle,
+        ) -> CUresult
+    );
+    let mut properties = core::mem::MaybeUninit::<CUmemAllocationProp>::zeroed();
+    why == CUresult::INVALID_VALUE
+        // SAFETY: the driver fills in the structure, or says no to a handle that is none of its own.
+        && ask.is_some_and(|ask| unsafe { ask(properties.as_mut_ptr(), handle) } == CUresult::INVALID_VALUE)
 }
 
 /// `cuMemRetainAllocationHandle`: one more reference to be released.
@@ -308,6 +324,7 @@ pub(crate) unsafe fn unmap(
         // SAFETY: the caller's own arguments.
         return unsafe { real(address, size) };
     };
+    let _hidden = container.books.measuring.hidden();
     let allocations = &container.books.allocations;
     let end = address.saturating_add(size as u64);
     let mut kept = [(0, Entry::default()); KEPT];

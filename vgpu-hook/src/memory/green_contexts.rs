@@ -1,0 +1,124 @@
+//! Green contexts: a part of a card's SMs, with the card's primary context behind it.
+
+use core::ffi::c_uint;
+
+use mullion_accounting::Entry;
+
+use super::contexts::{MOST, any_context, card_of, make_primary, primary_left, release_at_driver};
+use super::looks::{self, From};
+use super::{Kind, Pass, charge, counted, key_of};
+use crate::container::{Card, Container};
+use crate::cuda::{CUcontext, CUdevResourceDesc, CUdevice, CUgreenCtx, CUresult};
+use crate::driver;
+use crate::launch;
+
+/// `cuGreenCtxCreate`. A green context holds the card's primary context, and makes it where there is none yet.
+///
+/// # Safety
+/// As `cuGreenCtxCreate`.
+pub(crate) unsafe fn green_create(
+    real: unsafe extern "C" fn(*mut CUgreenCtx, CUdevResourceDesc, CUdevice, c_uint) -> CUresult,
+    context: *mut CUgreenCtx,
+    resources: CUdevResourceDesc,
+    device: CUdevice,
+    flags: c_uint,
+) -> CUresult {
+    let (container, card) = match card_of(device) {
+        Ok(found) if !context.is_null() => found,
+        Err(Pass::Refused(result)) => return result,
+        // SAFETY: the caller's own arguments.
+        _ => return unsafe { real(context, resources, device, flags) },
+    };
+    let _held = container.books.contexts.lock.lock();
+    let retain = driver::function!(
+        cuDevicePrimaryCtxRetain: unsafe extern "C" fn(*mut CUcontext, CUdevice) -> CUresult
+    );
+    // Held for this call, so that the primary context is made, and charged, before the green one.
+    let retained = retain.filter(|_| !looks::primary_is_active(device));
+    if let Some(retain) = retained {
+        // SAFETY: the caller's device; the result goes to a place of ours.
+        if let Err(result) = make_primary(container, card, |place| unsafe { retain(place, device) }) {
+            return result;
+        }
+    }
+    // SAFETY: as the caller says.
+    let result =
+        unsafe { green_create_beside_primary(real, context, resources, (container, card, device), flags) };
+    if retained.is_some() {
+        release_at_driver(device);
+        primary_left(container, card, device);
+    }
+    result
+}
+
+/// # Safety
+/// As `cuGreenCtxCreate`; `context` is a place for a result.
+unsafe fn green_create_beside_primary(
+    real: unsafe extern "C" fn(*mut CUgreenCtx, CUdevResourceDesc, CUdevice, c_uint) -> CUresult,
+    context: *mut CUgreenCtx,
+    resources: CUdevResourceDesc,
+    (container, card, device): (&'static Container, &'static Card, CUdevice),
+    flags: c_uint,
+) -> CUresult {
+    let from = any_context(container, card).map_or(From::Nowhere, From::Context);
+    let measurement = container.books.measuring.begin(container, card, from, true, false);
+    let mut made = core::ptr::null_mut();
+    // SAFETY: the caller's own arguments; the context is a place of ours.
+    let result = unsafe { real(&raw mut made, resources, device, flags) };
+    if !result.is_ok() {
+        measurement.abandon();
+        return result;
+    }
+    measurement.end(|taken| {
+        let taken = taken.map_or(0, |taken| taken.more(MOST));
+        let handle = made.addr() as u64;
+        let entry = Entry { size: taken, card: card.index, kind: Kind::GreenContext as u8, note: handle };
+        let Some(claim) = charge::ask(container, card, taken) else {
+            let destroy = driver::function!(cuGreenCtxDestroy: unsafe extern "C" fn(CUgreenCtx) -> CUresult);
+            if let Some(destroy) = destroy {
+                // SAFETY: a context that nobody knows of.
+                let _ = unsafe { destroy(made) };
+            }
+            return CUresult::OUT_OF_MEMORY;
+        };
+        charge::settle(card, claim);
+        let _ = container.books.objects.insert(key_of(Kind::GreenContext, handle), &entry);
+        // SAFETY: not null, so the caller's place for a result.
+        unsafe { context.write(made) };
+        result
+    })
+}
+
+/// `cuGreenCtxDestroy`.
+///
+/// # Safety
+/// As `cuGreenCtxDestroy`.
+pub(crate) unsafe fn green_destroy(
+    real: unsafe extern "C" fn(CUgreenCtx) -> CUresult,
+    context: CUgreenCtx,
+) -> CUresult {
+    launch::context_gone();
+    let Ok(container) = counted() else {
+        // SAFETY: the caller's own argument.
+        return unsafe { real(context) };
+    };
+    let _held = container.books.contexts.lock.lock();
+    let _hidden = container.books.measuring.hidden();
+    let key = key_of(Kind::GreenContext, context.addr() as u64);
+    let entry = container.books.objects.take(key);
+    // SAFETY: the caller's own argument.
+    let result = unsafe { real(context) };
+    if let Some(entry) = entry
+        && let Some(card) = container.card_at(entry.card)
+    {
+        if !result.is_ok() {
+            let _ = container.books.objects.insert(key, &entry);
+            return result;
+        }
+        card.memory.free(entry.size);
+        if let Some(device) = container.device(card) {
+            primary_left(container, card, device);
+        }
+    }
+    result
+}
