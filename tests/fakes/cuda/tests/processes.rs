@@ -282,6 +282,40 @@ fn processes_are_listed_as_the_drivers_of_all_kinds_do() {
     program.end();
 }
 
+/// At once, and whatever it is.
+#[test]
+fn nvml_shows_all_that_a_process_has() {
+    let node = Node::new();
+    let nvml = node.nvml();
+    let cuda = Cuda::load(&[(STATE_ENV, node.path())]);
+    let mut last = 0;
+    let mut grown = |kind: &str| {
+        let given = cuda.given();
+        assert_eq!(shown(&nvml), [(std::process::id(), given)], "{kind}");
+        assert!(given > last, "{kind}");
+        last = given;
+    };
+    let (mut context, mut place) = (0_u64, 0_u64);
+    assert!(shown(&nvml).is_empty());
+    ok!(cuda.cuDevicePrimaryCtxRetain(&mut context, 0));
+    grown("context");
+    ok!(cuda.cuCtxSetCurrent(context));
+    ok!(cuda.cuCtxSetLimit(2, 64 * MIB));
+    grown("limit");
+    ok!(cuda.cuMemAlloc_v2(&mut place, 100_u64));
+    grown("plain memory");
+    ok!(cuda.cuArrayCreate_v2(&mut place, &mut [16_u64, 8, 1 << 32 | 0x20]));
+    grown("array");
+    ok!(cuda.cuModuleLoadData(&mut place, c" .version 8.0"));
+    grown("module");
+    ok!(cuda.cuMemAllocAsync(&mut place, 100_u64, 0));
+    grown("pool");
+    ok!(cuda.cuMemCreate(&mut place, 2 * MIB, &mut [1_u64, 1, 0, 0], 0));
+    grown("physical memory");
+    ok!(cuda.cuDevicePrimaryCtxReset_v2(0));
+    assert_eq!(shown(&nvml), [(std::process::id(), cuda.given())]);
+}
+
 #[test]
 fn nvml_shows_who_holds_what_and_a_dead_process_lingers() {
     let node = Node::new();
