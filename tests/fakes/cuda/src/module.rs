@@ -175,7 +175,7 @@ fn load_slowly(load: impl FnOnce(&mut Driver) -> Result<Handle, Code>) -> Result
     let time = WAIT.get_or_init(|| Duration::from_micros(number("FAKE_CUDA_LOAD_US", 0)));
     let wait = || {
         if !time.is_zero() {
-            std::thread::sleep(*time)
+            std::thread::sleep(*time);
         }
     };
     wait();
