@@ -1,4 +1,4 @@
-//! Streams under capture: the launches into them are left alone, all others are paced as ever.
+//! What launches leave and pay: on which card, and beside streams under capture.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -10,7 +10,7 @@ mod common;
 mod sessions;
 
 use common::{pairs, run};
-use sessions::Place;
+use sessions::{MIB, Place};
 
 #[test]
 #[ignore = "needs the built library"]
@@ -30,5 +30,25 @@ fn a_capture_stops_no_measurement_elsewhere_and_is_over_when_its_stream_or_conte
         assert_eq!(told.get(format!("{when}-measured").as_str()), Some(&measured), "{when}: {text}");
         let found = told.get(format!("{when}-asked").as_str()).copied();
         assert!(if asked == "0" { found == Some("0") } else { found > Some("0") }, "{when}: {text}");
+    }
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn each_card_has_the_stamps_of_its_own_launches_and_is_paid_for_them() {
+    let used = |share: Option<&str>, cards: &[&str]| {
+        let mut place = Place::new().limited(64 * MIB);
+        if let Some(share) = share {
+            place.set("CUDA_DEVICE_SM_LIMIT", share);
+            place.set("GPU_CORE_UTILIZATION_POLICY", "force");
+        }
+        assert_eq!(run(place.command("cards").args(cards)).quiet(), "");
+        let hot = place.hot();
+        [&hot.cards[0], &hot.cards[1]].map(|card| (card.first_launch > 0, card.spent_ns > 0))
+    };
+    for (cards, both) in [(&["0"][..], [true, false]), (&["1"], [false, true]), (&["1", "0", "1"], [true; 2])]
+    {
+        assert_eq!(used(None, cards), both.map(|used| (used, false)), "{cards:?} without a share");
+        assert_eq!(used(Some("90"), cards), both.map(|used| (used, used)), "{cards:?} with a share");
     }
 }
