@@ -194,6 +194,38 @@ async fn a_pod_of_an_opted_out_namespace_never_gets_a_card() -> Result<()> {
     scope.remove().await
 }
 
+/// A wish that cannot be read and came around the webhook is told by an Event, and costs none that can be: the container is
+/// held to its share although it is alone.
+#[tokio::test]
+async fn a_wish_that_cannot_be_read_is_told_and_costs_no_other() -> Result<()> {
+    let scope = Scope::new("muddled").await?;
+    let muddled = slice_pod("muddled", "1000", "30")
+        .on("node-a")
+        .with_env("GPU_CORE_UTILIZATION_POLICY", "force")
+        .with_env("CUDA_TASK_PRIORITY", "high");
+    let refusal = scope.refusal(&muddled).await?;
+    ensure!(refusal.contains("MalformedPriority"), "{refusal}");
+    let label = format!("namespace/{}", scope.namespace);
+    scope.lab.kubectl(&["label", &label, "mullion.io/webhook=ignore"])?;
+    let mut past = muddled;
+    if let Some(spec) = &mut past.spec {
+        // What the webhook would have filled in.
+        spec.scheduler_name = Some("mullion-scheduler".to_owned());
+    }
+    eventually("the namespace is opted out", PATIENCE, || async { scope.create(&past).await.map(Some) })
+        .await?;
+    scope.running("muddled").await?;
+    let event = scope.event("muddled", "MalformedPriority").await?;
+    ensure!(event.contains("\"high\""), "{event}");
+    let series = format!("mullion_container_throttled{{node=\"node-a\",namespace=\"{}\"", scope.namespace);
+    eventually("it is held to its share", PATIENCE, || async {
+        let metrics = scope.lab.on_node("node-a", &["curl", "-sf", "http://127.0.0.1:9394/metrics"])?;
+        Ok(metrics.lines().any(|l| l.starts_with(&series) && l.ends_with(" 1")).then_some(()))
+    })
+    .await?;
+    scope.remove().await
+}
+
 /// WH-04: a pod that slipped past the webhook to another scheduler is reported on the pod and in a gauge.
 #[tokio::test]
 async fn an_unmanaged_gpu_pod_is_reported() -> Result<()> {

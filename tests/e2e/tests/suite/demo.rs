@@ -5,6 +5,7 @@ use kube::ResourceExt;
 use mullion_crds::vgpuallocation::Phase;
 use mullion_e2e::Scope;
 use mullion_e2e::pods::{Build, slice_pod};
+use mullion_e2e::scope::{PATIENCE, eventually};
 
 #[tokio::test]
 async fn a_hami_pod_runs_on_exactly_its_slice() -> Result<()> {
@@ -44,9 +45,14 @@ async fn a_hami_pod_runs_on_exactly_its_slice() -> Result<()> {
         .and_then(|s| s.containers.first())
         .map(|c| c.grant.clone())
         .context("no grant in the status")?;
-    let page = scope.lab.on_node("node-a", &["base64", "-w0", &format!("/var/lib/mullion/pages/{grant}")])?;
-    let inside = scope.exec("hami-pod", "main", &["base64", "-w0", "/usr/local/vgpu/control.page"])?;
-    ensure!(page.trim() == inside.trim(), "the container sees another page");
+    // The agent's sign of life may come between the two looks.
+    eventually("the container sees the node's page", PATIENCE, || async {
+        let path = format!("/var/lib/mullion/pages/{grant}");
+        let page = scope.lab.on_node("node-a", &["base64", "-w0", &path])?;
+        let inside = scope.exec("hami-pod", "main", &["base64", "-w0", "/usr/local/vgpu/control.page"])?;
+        Ok((page.trim() == inside.trim()).then_some(()))
+    })
+    .await?;
     let write = scope.exec("hami-pod", "main", &["sh", "-c", "echo x >> /usr/local/vgpu/control.page"]);
     ensure!(write.is_err(), "the page can be written in the container");
     let magic = scope.exec(
