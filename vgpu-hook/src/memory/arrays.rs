@@ -72,7 +72,7 @@ impl Group {
     /// Between what is certain.
     fn believable(self) -> Self {
         let least = (self.needed * NEED_UNIT).div_ceil(BLOCK).min(self.count);
-        Self { blocks: self.blocks.clamp(least, self.count), ..self }
+        Self { blocks: self.blocks.min(self.count).max(least), ..self }
     }
 
     /// With one more, which needs `needed` bytes and seemed to take `taken` blocks.
@@ -231,7 +231,7 @@ fn create_large(now: Here, kind: Kind, size: u64, real: &mut impl FnMut(*mut CUa
 /// Makes one that shares a block.
 fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
     let books = &now.container.books;
-    let looking = books.measuring.alone();
+    let looking = books.measuring.alone(now.card);
     let paid = charge::advance(now.container, now.card, BLOCK).unwrap_or(0);
     if paid == 0 && !books.small_arrays.group(now.card).may_have_room(needed) {
         charge::refused(now.card);
@@ -279,7 +279,7 @@ fn create_unknown(
     real: &mut impl FnMut(*mut CUarray) -> CUresult,
 ) -> Made {
     let wanted = blocks::round_up(least, BLOCK);
-    let looking = now.container.books.measuring.alone();
+    let looking = now.container.books.measuring.alone(now.card);
     let Some(paid) = charge::advance(now.container, now.card, wanted) else {
         charge::refused(now.card);
         return REFUSED;
@@ -299,7 +299,7 @@ fn create_unknown(
     }
     // Up to 16 bytes for each element, where 1 was the least, and rows and levels that are filled up.
     let most = blocks::round_up(least.saturating_mul(64), BLOCK);
-    let more = blocks::round_up(seen.clamp(paid, most), BLOCK) - paid;
+    let more = blocks::round_up(seen.min(most).max(paid), BLOCK) - paid;
     let Some(claim) = charge::ask(now.container, now.card, more) else {
         destroy_at_driver(kind, made);
         now.card.memory.free(paid);
@@ -441,7 +441,7 @@ fn destroy_small(
     entry: &Entry,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let looking = container.books.measuring.alone();
+    let looking = container.books.measuring.alone(card);
     // Its context need not be the current one.
     let glance = || looking.glance(container, card, From::Context(entry.note));
     let before = glance();

@@ -6,8 +6,8 @@
 //! per card, how many pieces and how much of each block are in use. The first piece in a block pays for the block.
 //!
 //! No lock: one word per block holds all. A thread killed, or a fork, in between leaves nothing held. Two threads that
-//! get the first pieces of one block at the same time may enter it twice; the second to see that gives way. Where both
-//! see it at once, the block is charged twice until one of the two is empty, and never too little.
+//! get the first pieces of one block at the same time may enter it twice; then one of them gives way. Where pieces of others
+//! have come to both by then, the block is charged twice until one of the two is empty, and never too little.
 
 use core::ptr::null_mut;
 use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
@@ -55,6 +55,8 @@ pub(crate) const fn round_up(bytes: u64, unit: u64) -> u64 {
 #[derive(Debug)]
 pub(crate) struct Blocks {
     words: AtomicPtr<AtomicU64>,
+    /// Grows with each block entered: tells whether another one was meanwhile.
+    entered: AtomicU64,
 }
 
 /// A block's number, the units used in it and the pieces in it, in one word; 0 is nobody's.
@@ -102,7 +104,7 @@ pub(crate) enum Entered {
 
 impl Blocks {
     pub(crate) const fn new() -> Self {
-        Self { words: AtomicPtr::new(null_mut()) }
+        Self { words: AtomicPtr::new(null_mut()), entered: AtomicU64::new(0) }
     }
 
     fn places(words: &[AtomicU64], number: u64) -> &[AtomicU64] {
@@ -117,6 +119,7 @@ impl Blocks {
         let Some(words) = arena::words_at(&self.words, WORDS) else { return Entered::Alone };
         let (number, units) = (address / BLOCK, units_of(bytes));
         let places = Self::places(words, number);
+        let entered = self.entered.load(Acquire);
         let mut free = None;
         for place in places {
             let mut word = place.load(Acquire);
@@ -134,7 +137,10 @@ impl Blocks {
         let first = Word::first(number, units);
         for place in free.into_iter().chain(places) {
             if place.compare_exchange(0, first, AcqRel, Acquire).is_ok() {
-                return if join(places, place, number, units) { Entered::Another } else { Entered::First };
+                // Of two threads that enter a block at once the one that comes second here gives way.
+                let is_alone = self.entered.fetch_add(1, AcqRel) == entered;
+                let joined = !is_alone && join(places, place, number, units);
+                return if joined { Entered::Another } else { Entered::First };
             }
         }
         Entered::Alone
@@ -174,7 +180,7 @@ impl Blocks {
 
 /// Another thread may have entered the same block at the same time, at another of its `places`: whether the piece just
 /// entered at `mine` now stands there.
-#[inline]
+#[cold]
 fn join(places: &[AtomicU64], mine: &AtomicU64, number: u64, units: u64) -> bool {
     for place in places.iter().filter(|place| !core::ptr::eq(*place, mine)) {
         let mut word = place.load(Acquire);

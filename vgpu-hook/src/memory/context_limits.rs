@@ -46,7 +46,7 @@ pub(crate) unsafe fn context_set_limit(
     // SAFETY: the driver writes one number.
     let former = ask.is_some_and(|ask| unsafe { ask(&raw mut former, limit) }.is_ok()).then_some(former);
     let measuring = &now.container.books.measuring;
-    let measurement = measuring.begin(now.container, now.card, From::Here, true, false);
+    let measurement = measuring.begin(now.container, now.card, From::Here, true);
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(limit, value) };
     if !result.is_ok() {
@@ -54,7 +54,7 @@ pub(crate) unsafe fn context_set_limit(
         return result;
     }
     let (most_more, most_less) = believable(limit, former, value);
-    measurement.end(|taken| {
+    measurement.end(|_, taken| {
         let Some(taken) = taken else { return result };
         let (more, less) = (taken.more(most_more), taken.less(most_less));
         let key = key_of(Kind::Context, now.context);

@@ -11,7 +11,7 @@ use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
 use super::looks::{self, From};
-use super::measured::{Measurement, Taken, Trust};
+use super::measured::{Alone, Measurement, Taken, Trust};
 use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
 use crate::container::{self, Card, Container, Lock};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
@@ -94,14 +94,16 @@ impl<'c> Making<'c> {
     /// Looks at the card. `None` where there is no room for a context.
     fn begin(container: &'static Container, card: &'c Card) -> Option<Self> {
         let known = card.words.context_bytes.load(Relaxed).min(MOST);
-        let Some(paid) = charge::advance(container, card, known) else {
-            charge::refused(card);
-            return None;
-        };
         let other = any_context(container, card);
-        let from = other.map_or(From::Nowhere, From::Context);
+        let pay = || {
+            let paid = charge::advance(container, card, known);
+            if paid.is_none() {
+                charge::refused(card);
+            }
+            paid
+        };
+        let (measurement, paid) = container.books.measuring.begin_context(container, card, other, pay)?;
         let is_first = other.is_none();
-        let measurement = container.books.measuring.begin(container, card, from, true, is_first);
         Some(Self { container, card, measurement, is_first, paid })
     }
 
@@ -113,10 +115,14 @@ impl<'c> Making<'c> {
     /// Charges a context just made, or ends it by `release` where the limit has no room for it; whether it had.
     fn made(self, context: u64, release: impl FnOnce()) -> bool {
         let Self { container, card, measurement, is_first, paid } = self;
-        measurement.end(|taken| {
-            let bytes = size_of_context(taken, paid, is_first);
-            if let Some(taken) = taken.filter(|_| bytes > 0) {
-                learn(card, bytes, taken.trust);
+        measurement.end(|looking, taken| {
+            let bytes = if taken.is_none() && paid == 0 {
+                size_of_another(looking, container, card, context).unwrap_or(0)
+            } else {
+                size_of_context(taken, paid, is_first)
+            };
+            if bytes > 0 {
+                learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
             }
             if !charge_context(container, card, paid, bytes) {
                 release();
@@ -158,6 +164,27 @@ fn size_of_context(taken: Option<Taken>, known: u64, is_first: bool) -> u64 {
         _ if known == 0 => bytes,
         _ => known,
     }
+}
+
+/// What a second context on the card takes, which is made for this question and ended: where there is no NVML, nobody can
+/// tell what the first one took. Asked once in a container, since what comes of it is remembered.
+#[cold]
+fn size_of_another(looking: &Alone<'_>, container: &Container, card: &Card, context: u64) -> Option<u64> {
+    type Create = unsafe extern "C" fn(*mut CUcontext, c_uint, CUdevice) -> CUresult;
+    let create = driver::function!(cuCtxCreate_v2: Create)?;
+    let destroy = driver::function!(cuCtxDestroy_v2: unsafe extern "C" fn(CUcontext) -> CUresult)?;
+    let device = container.device(card)?;
+    let look = || looking.glance(container, card, From::Context(context));
+    let before = look()?;
+    let mut other = core::ptr::null_mut();
+    // SAFETY: a device of this process; the context goes to a place of ours.
+    if !unsafe { create(&raw mut other, 0, device) }.is_ok() {
+        return None;
+    }
+    let after = look();
+    // SAFETY: a context that nobody knows of. It was current, and the one before it is so again.
+    let _ = unsafe { destroy(other) };
+    u64::try_from(after? - before).ok().map(|bytes| bytes.min(MOST))
 }
 
 /// Remembers what a context takes: as it is for sure, or the smallest that was seen, since a larger one may have had a

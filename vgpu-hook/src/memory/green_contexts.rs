@@ -61,7 +61,7 @@ unsafe fn green_create_beside_primary(
     flags: c_uint,
 ) -> CUresult {
     let from = any_context(container, card).map_or(From::Nowhere, From::Context);
-    let measurement = container.books.measuring.begin(container, card, from, true, false);
+    let measurement = container.books.measuring.begin(container, card, from, true);
     let mut made = core::ptr::null_mut();
     // SAFETY: the caller's own arguments; the context is a place of ours.
     let result = unsafe { real(&raw mut made, resources, device, flags) };
@@ -69,7 +69,7 @@ unsafe fn green_create_beside_primary(
         measurement.abandon();
         return result;
     }
-    measurement.end(|taken| {
+    measurement.end(|_, taken| {
         let taken = taken.map_or(0, |taken| taken.more(MOST));
         let handle = made.addr() as u64;
         let entry = Entry { size: taken, card: card.index, kind: Kind::GreenContext as u8, note: handle };

@@ -255,9 +255,9 @@ impl Measuring {
         }
     }
 
-    /// Keeps all other looks away, for what is over at once: it has no overlap with other measurements.
-    pub(super) fn alone(&self) -> Alone<'_> {
-        Alone { measuring: self, _held: self.lock.lock() }
+    /// Keeps all other looks at the card away, in turn with other measurements: for what is over at once.
+    pub(super) fn alone(&self, card: &Card) -> Alone<'_> {
+        Alone { measuring: self, _held: self.lock_in_turn(card) }
     }
 
     /// This process's bytes on the card, by NVML's list. `None` where they are not known.
@@ -272,17 +272,47 @@ impl Measuring {
     }
 
     /// Begins to measure what the driver is about to take from `card`, by this process's own figure if `alone` and it can be
-    /// had. `is_first` is for the first context of this process on the card.
+    /// had.
     pub(super) fn begin<'c>(
         &self,
         container: &'static Container,
         card: &'c Card,
         from: From,
         alone: bool,
-        is_first: bool,
     ) -> Measurement<'c> {
-        let under_way = self.cards.get(usize::from(card.index));
-        let _held = under_way.map_or_else(|| self.lock.lock(), |under_way| self.lock_in_turn(under_way));
+        self.begin_in_turn(container, card, from, alone, false, || ())
+    }
+
+    /// The same for a context, which may be the first of this process on the card. `pay` charges something in advance,
+    /// which must not look like something that came while another measurement was under way.
+    pub(super) fn begin_context<'c, T>(
+        &self,
+        container: &'static Container,
+        card: &'c Card,
+        other: Option<u64>,
+        pay: impl FnOnce() -> Option<T>,
+    ) -> Option<(Measurement<'c>, T)> {
+        let from = other.map_or(From::Nowhere, From::Context);
+        let mut paid = None;
+        let measurement = self.begin_in_turn(container, card, from, true, other.is_none(), || paid = pay());
+        let Some(paid) = paid else {
+            measurement.abandon();
+            return None;
+        };
+        Some((measurement, paid))
+    }
+
+    fn begin_in_turn<'c>(
+        &self,
+        container: &'static Container,
+        card: &'c Card,
+        from: From,
+        alone: bool,
+        is_first: bool,
+        prepare: impl FnOnce(),
+    ) -> Measurement<'c> {
+        let _held = self.lock_in_turn(card);
+        prepare();
         let mut newcomers = [0; 2];
         let mut seen = self.look(container, card, from, alone);
         if is_first && self.own_pid.load(Relaxed) == 0 {
@@ -293,7 +323,7 @@ impl Measuring {
                 *place = Some(-signed(card.memory.own_used()));
             }
         }
-        if let Some(under_way) = under_way {
+        if let Some(under_way) = self.under_way(card) {
             under_way.thread.store(thread(), Relaxed);
             let is_only = under_way.count.fetch_add(1, Relaxed) == 0;
             for (base, seen) in under_way.base.iter().zip(seen.by) {
@@ -306,16 +336,23 @@ impl Measuring {
     }
 
     /// The lock, when no measurement of the card is under way or after a while.
-    fn lock_in_turn(&self, under_way: &UnderWay) -> Held<'_> {
+    fn lock_in_turn(&self, card: &Card) -> Held<'_> {
+        let is_anothers = |under_way: &UnderWay| {
+            under_way.count.load(Relaxed) != 0 && under_way.thread.load(Relaxed) != thread()
+        };
         for _ in 0..TURN {
             let held = self.lock.lock();
-            if under_way.count.load(Relaxed) == 0 || under_way.thread.load(Relaxed) == thread() {
+            if !self.under_way(card).is_some_and(is_anothers) {
                 return held;
             }
             drop(held);
             sys::sleep_ns(PAUSE_NS);
         }
         self.lock.lock()
+    }
+
+    fn under_way(&self, card: &Card) -> Option<&UnderWay> {
+        self.cards.get(usize::from(card.index))
     }
 
     /// Makes known which entry of NVML's lists is this process's: one that came with its first context.
@@ -334,22 +371,24 @@ impl Measurement<'_> {
     pub(super) fn abandon(self) {
         let measuring = &self.container.books.measuring;
         let _held = measuring.lock.lock();
-        if let Some(under_way) = measuring.cards.get(usize::from(self.card.index)) {
+        if let Some(under_way) = measuring.under_way(self.card) {
             under_way.count.fetch_sub(1, Relaxed);
         }
     }
 
-    /// Ends it: `settle` charges what was taken, before any other measurement ends. `None` where nothing could be seen.
-    pub(super) fn end<T>(self, settle: impl FnOnce(Option<Taken>) -> T) -> T {
+    /// Ends it: `settle` charges what was taken, before anybody else looks. `None` where nothing could be seen.
+    pub(super) fn end<T>(self, settle: impl FnOnce(&Alone<'_>, Option<Taken>) -> T) -> T {
         let Self { container, card, from, alone, newcomers, was_quiet } = self;
         let measuring = &container.books.measuring;
-        let _held: Held<'_> = measuring.lock.lock();
+        let looking = Alone { measuring, _held: measuring.lock.lock() };
         measuring.meet(card, newcomers);
         let mut seen = measuring.look(container, card, from, alone);
         seen.is_quiet &= was_quiet;
-        let Some(under_way) = measuring.cards.get(usize::from(card.index)) else { return settle(None) };
+        let Some(under_way) = measuring.under_way(card) else {
+            return settle(&looking, None);
+        };
         under_way.count.fetch_sub(1, Relaxed);
-        settle(difference(&seen, &under_way.base))
+        settle(&looking, difference(&seen, &under_way.base))
     }
 }
 

@@ -35,7 +35,7 @@ unsafe fn load(
     };
     let alone = now.card.is_shared();
     let measuring = &now.container.books.measuring;
-    let measurement = measuring.begin(now.container, now.card, From::Here, alone, false);
+    let measurement = measuring.begin(now.container, now.card, From::Here, alone);
     let mut loaded = core::ptr::null_mut();
     container::fault_point();
     let result = real(&raw mut loaded);
@@ -44,7 +44,7 @@ unsafe fn load(
         measurement.abandon();
         return result;
     }
-    let charged = measurement.end(|taken| {
+    let charged = measurement.end(|_, taken| {
         let taken = taken.map_or(0, |taken| taken.more(MOST));
         let Some(claim) = charge::ask(now.container, now.card, taken) else {
             if let Some(unload) = unload() {
