@@ -165,3 +165,21 @@ fn what_lies_behind_an_imported_mapping_is_unmapped_with_it() {
     session.done("unmap va 6291456 0");
     assert_eq!(session.agree("unmapped, and theirs left"), 2 * MIB);
 }
+
+// An image that does not ask for the driver's `utility` part.
+#[test]
+#[ignore = "needs the built library"]
+fn without_nvml_the_first_context_is_charged_as_a_second_one_would_be() {
+    let place = Place::new().contexts_of(64).limited(1024 * MIB);
+    std::fs::remove_file(place.path("libnvidia-ml.so.1")).unwrap();
+    let mut session = place.ready();
+    assert_eq!(session.agree("the first context of the container"), 64 * MIB);
+    session.done("context c 0");
+    assert_eq!(session.agree("the second one"), 128 * MIB);
+    session.done("destroy-context c");
+    assert_eq!(session.agree("its end"), 64 * MIB);
+    let mut another = place.ready();
+    assert_eq!(another.used(), 128 * MIB, "that of another process");
+    another.end();
+    session.end();
+}
