@@ -157,9 +157,11 @@ fn charge_context(container: &Container, card: &Card, paid: u64, bytes: u64) -> 
 fn size_of_context(taken: Option<Taken>, known: u64, is_first: bool) -> u64 {
     let Some(taken) = taken else { return known };
     let bytes = taken.more(MOST);
-    let is_clearly_less = bytes < known - known / 8 && (bytes > 0 || !is_first);
+    // A first context takes something.
+    let is_possible = bytes > 0 || !is_first;
+    let is_clearly_less = bytes < known - known / 8 && is_possible;
     match taken.trust {
-        Trust::Full => bytes,
+        Trust::Full if is_possible => bytes,
         Trust::Card if is_clearly_less => bytes,
         _ if known == 0 => bytes,
         _ => known,
@@ -489,6 +491,7 @@ mod tests {
             ("clearly less", seen(100, Trust::Card), 500, false, 100),
             ("nothing, as a second one may", seen(0, Trust::Card), 500, false, 0),
             ("nothing, as a first one cannot", seen(0, Trust::Card), 500, true, 500),
+            ("nothing by its own figure, as a first one cannot", seen(0, Trust::Full), 500, true, 500),
             ("clearly less in company", seen(100, Trust::Busy), 500, true, 500),
             ("not to be seen", None, 500, true, 500),
             ("nor known", None, 0, true, 0),

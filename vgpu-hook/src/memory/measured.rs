@@ -16,7 +16,7 @@
 //! first that ends, and the rest to those that follow, so that all of it is charged, once.
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
-use core::sync::atomic::{AtomicI64, AtomicU32, AtomicUsize};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, AtomicUsize};
 
 use mullion_region::MAX_DEVICES;
 
@@ -28,6 +28,9 @@ const PAUSE_NS: u64 = 100_000;
 /// Pauses of [`PAUSE_NS`] in one look, for calls that are at the driver and for looks that were disturbed: 0.5 s, since a thread may
 /// lose its core in the middle of one. A free that waits for a kernel can take longer.
 const PAUSES: u32 = 5_000;
+/// The same for [`AFTER_NS`] after a look that waited in vain: 1 ms, since whoever it waited for is likely still there.
+const PAUSES_AFTER: u32 = 10;
+const AFTER_NS: u64 = 1_000_000_000;
 /// Pauses in which a measurement waits for another one: 2 s.
 const TURN: u32 = 20_000;
 /// Pauses in which a thread waits for the silence of another one to end: 2 s, and no look takes that long.
@@ -42,6 +45,8 @@ pub(crate) struct Measuring {
     silence: AtomicU32,
     /// Calls at the driver of which the account does not tell.
     hidden: AtomicU32,
+    /// When a look waited in vain, coarse ns; 0 = none did.
+    in_vain_ns: AtomicU64,
     /// This process's number in NVML's lists; 0 = not known.
     own_pid: AtomicU32,
     nvml: Nvml,
@@ -169,6 +174,7 @@ impl Measuring {
             lock: Lock::new(),
             silence: AtomicU32::new(0),
             hidden: AtomicU32::new(0),
+            in_vain_ns: AtomicU64::new(0),
             own_pid: AtomicU32::new(0),
             nvml: Nvml::new(),
             cards: [const {
@@ -210,16 +216,23 @@ impl Measuring {
         self.hidden.load(SeqCst) != 0 || card.memory.is_in_flight()
     }
 
+    /// How many pauses a look may make.
+    fn pauses(&self) -> u32 {
+        let in_vain = self.in_vain_ns.load(Relaxed);
+        let is_recent = in_vain != 0 && sys::clock::coarse_ns().saturating_sub(in_vain) < AFTER_NS;
+        if is_recent { PAUSES_AFTER } else { PAUSES }
+    }
+
     /// Looks at the card in silence. The lock is held.
     fn look(&self, container: &Container, card: &Card, from: From, alone: bool) -> Uncounted {
         self.silence.store(1, SeqCst);
         let _silence = Silence(self);
         let mut seen = Uncounted { by: [None; WAYS], is_quiet: false };
-        let mut pauses = 0;
+        let (mut pauses, most) = (0, self.pauses());
         let mut pause = || {
             pauses += 1;
             sys::sleep_ns(PAUSE_NS);
-            pauses < PAUSES
+            pauses < most
         };
         let mut is_first = true;
         loop {
@@ -247,6 +260,9 @@ impl Measuring {
                 card.memory.reap_dead(&mut container.peers());
             }
             if seen.is_quiet || !pause() {
+                if !seen.is_quiet {
+                    self.in_vain_ns.store(sys::clock::coarse_ns(), Relaxed);
+                }
                 if let Some(place) = seen.by.get_mut(ALONE).filter(|_| !is_own_quiet) {
                     *place = None;
                 }
