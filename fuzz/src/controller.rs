@@ -83,7 +83,8 @@ pub fn admission_review(data: &[u8]) {
         return;
     }
     let answer: Value = serde_json::from_slice(&answer).unwrap();
-    let mut review: Value = serde_json::from_slice(data).unwrap();
+    // What nobody reads is not looked at, so it need not be UTF-8; here all of it would have to be. The API server writes nothing else.
+    let Ok(mut review) = serde_json::from_slice::<Value>(data) else { return };
     assert_eq!(answer["response"]["uid"], review["request"]["uid"]);
     crate::sayable(answer["response"]["status"]["message"].as_str().unwrap_or_default());
     let Some(text) = answer["response"]["patch"].as_str() else { return };
