@@ -19,6 +19,7 @@ use mullion_region::MAX_DEVICES;
 
 use super::blocks::{self, BLOCK, Served};
 use super::looks::From;
+use super::measured::{Alone, Glance};
 use super::{Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{
@@ -245,7 +246,7 @@ fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut C
         return (made, result);
     }
     // A block, where nobody can say.
-    let taken = u64::from(change(before, glance()) != Some(0));
+    let taken = u64::from(blocks_taken(&looking, before, glance()).unwrap_or(1) != 0);
     if !settle_small(now, paid, needed, taken) {
         destroy_at_driver(kind, made);
         now.card.memory.free(paid);
@@ -291,7 +292,7 @@ fn create_unknown(
         charge::undo_advance(now.card, paid, result);
         return (made, result);
     }
-    let seen = change(before, glance()).map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
+    let seen = looking.change(before, glance()).map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
     if seen <= BLOCK && least <= blocks::LARGEST_PIECE {
         settle_small(now, paid, least, u64::from(seen > 0));
         enter(now, kind, made, Kind::SmallArray, least);
@@ -310,9 +311,14 @@ fn create_unknown(
     (made, result)
 }
 
-/// By how much what is in use has grown.
-fn change(before: Option<i64>, after: Option<i64>) -> Option<i64> {
-    before.zip(after).map(|(before, after)| after.saturating_sub(before))
+/// Blocks that one small array took from the one look to the other: one or none. `None` where something else is seen.
+fn blocks_taken(looking: &Alone<'_>, before: Glance, after: Glance) -> Option<u64> {
+    let taken = looking.change(before, after)?;
+    if taken == 0 || taken == BLOCK.cast_signed() {
+        return Some(u64::from(taken != 0));
+    }
+    looking.is_disturbed();
+    None
 }
 
 #[cold]
@@ -449,8 +455,8 @@ fn destroy_small(
     let result = real();
     container::fault_point();
     if result.is_ok() {
-        let gave_back = change(before, glance()) == Some(-BLOCK.cast_signed());
-        container.books.small_arrays.gone(card, entry.size, u64::from(gave_back));
+        let given_back = blocks_taken(&looking, glance(), before).unwrap_or(0);
+        container.books.small_arrays.gone(card, entry.size, given_back);
     }
     result
 }

@@ -177,7 +177,7 @@ fn size_of_another(looking: &Alone<'_>, container: &Container, card: &Card, cont
     let destroy = driver::function!(cuCtxDestroy_v2: unsafe extern "C" fn(CUcontext) -> CUresult)?;
     let device = container.device(card)?;
     let look = || looking.glance(container, card, From::Context(context));
-    let before = look()?;
+    let before = look();
     let mut other = core::ptr::null_mut();
     // SAFETY: a device of this process; the context goes to a place of ours.
     if !unsafe { create(&raw mut other, 0, device) }.is_ok() {
@@ -186,7 +186,7 @@ fn size_of_another(looking: &Alone<'_>, container: &Container, card: &Card, cont
     let after = look();
     // SAFETY: a context that nobody knows of. It was current, and the one before it is so again.
     let _ = unsafe { destroy(other) };
-    u64::try_from(after? - before).ok().map(|bytes| bytes.min(MOST))
+    u64::try_from(looking.change(before, after)?).ok().map(|bytes| bytes.min(MOST))
 }
 
 /// Remembers what a context takes: as it is for sure, or the smallest that was seen, since a larger one may have had a

@@ -376,7 +376,7 @@ fn is_gone(container: &Container, pointer: CUdeviceptr, why: CUresult) -> bool {
 }
 
 /// How long the thread that got an address may need to enter it into the table, in pauses of 0.1 ms.
-const ENTERING: u32 = 200;
+const ENTERING: u32 = 50;
 
 /// Whether the driver has given an address to somebody else by now. A free may also fail for another reason (a plain
 /// allocation cannot be freed in a stream's order), and then nobody comes.

@@ -28,9 +28,10 @@ const PAUSE_NS: u64 = 100_000;
 /// Pauses of [`PAUSE_NS`] in one look, for calls that are at the driver and for looks that were disturbed: 0.5 s, since a thread may
 /// lose its core in the middle of one. A free that waits for a kernel can take longer.
 const PAUSES: u32 = 5_000;
-/// The same for [`AFTER_NS`] after a look that waited in vain: 1 ms, since whoever it waited for is likely still there.
+/// The same for a while after a look that waited in vain: 1 ms, since whoever it waited for is likely still there.
 const PAUSES_AFTER: u32 = 10;
-const AFTER_NS: u64 = 1_000_000_000;
+/// How long something counts as recent.
+const RECENT_NS: u64 = 1_000_000_000;
 /// Pauses in which a measurement waits for another one: 2 s.
 const TURN: u32 = 20_000;
 /// Pauses in which a thread waits for the silence of another one to end: 2 s, and no look takes that long.
@@ -47,6 +48,8 @@ pub(crate) struct Measuring {
     hidden: AtomicU32,
     /// When a look waited in vain, coarse ns; 0 = none did.
     in_vain_ns: AtomicU64,
+    /// When a look was disturbed by another container, coarse ns; 0 = none was.
+    disturbed_ns: AtomicU64,
     /// This process's number in NVML's lists; 0 = not known.
     own_pid: AtomicU32,
     nvml: Nvml,
@@ -76,6 +79,11 @@ struct Uncounted {
     by: [Option<i64>; WAYS],
     /// Nobody of whom this could be known was between the driver and the books.
     is_quiet: bool,
+}
+
+fn is_recent(at_ns: &AtomicU64) -> bool {
+    let at_ns = at_ns.load(Relaxed);
+    at_ns != 0 && sys::clock::coarse_ns().saturating_sub(at_ns) < RECENT_NS
 }
 
 fn signed(bytes: u64) -> i64 {
@@ -142,16 +150,49 @@ impl Drop for Hidden<'_> {
 #[derive(Debug)]
 pub(super) struct Alone<'m> {
     measuring: &'m Measuring,
+    /// Whether the process's own figure is asked for: that takes longer than a look at the card, which is as good unless
+    /// others are busy there.
+    own: bool,
     _held: Held<'m>,
 }
 
 impl Alone<'_> {
-    /// Bytes in use on the card that stand in no books, more or less than those of another time; `None` where that cannot
-    /// be told. What the caller has charged in advance counts as in the books.
-    pub(super) fn glance(&self, container: &Container, card: &Card, from: From) -> Option<i64> {
-        let seen = self.measuring.look(container, card, from, false);
-        seen.by.get(BY_CUDA).copied().flatten().filter(|_| seen.is_quiet)
+    /// Bytes in use that stand in no books; only the difference to another one says something. What the caller has charged
+    /// in advance counts as in the books.
+    pub(super) fn glance(&self, container: &Container, card: &Card, from: From) -> Glance {
+        let seen = self.measuring.look(container, card, from, self.own);
+        let by = |way: usize| seen.by.get(way).copied().flatten().filter(|_| seen.is_quiet);
+        Glance { on_card: by(BY_CUDA), own: by(ALONE) }
     }
+
+    /// By how much what is in use has grown from `before` to `after`; `None` where that cannot be told.
+    pub(super) fn change(&self, before: Glance, after: Glance) -> Option<i64> {
+        let on_card = difference_of(before.on_card, after.on_card);
+        if !self.own {
+            return on_card;
+        }
+        let own = difference_of(before.own, after.own);
+        if own != on_card {
+            self.is_disturbed();
+        }
+        own
+    }
+
+    /// What was seen cannot have been this process's doing alone: for a while its own figure is asked for.
+    pub(super) fn is_disturbed(&self) {
+        self.measuring.disturbed_ns.store(sys::clock::coarse_ns().max(1), Relaxed);
+    }
+}
+
+/// What was seen at one time.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Glance {
+    on_card: Option<i64>,
+    own: Option<i64>,
+}
+
+fn difference_of(before: Option<i64>, after: Option<i64>) -> Option<i64> {
+    before.zip(after).map(|(before, after)| after.saturating_sub(before))
 }
 
 /// A measurement that has begun.
@@ -175,6 +216,7 @@ impl Measuring {
             silence: AtomicU32::new(0),
             hidden: AtomicU32::new(0),
             in_vain_ns: AtomicU64::new(0),
+            disturbed_ns: AtomicU64::new(0),
             own_pid: AtomicU32::new(0),
             nvml: Nvml::new(),
             cards: [const {
@@ -218,9 +260,7 @@ impl Measuring {
 
     /// How many pauses a look may make.
     fn pauses(&self) -> u32 {
-        let in_vain = self.in_vain_ns.load(Relaxed);
-        let is_recent = in_vain != 0 && sys::clock::coarse_ns().saturating_sub(in_vain) < AFTER_NS;
-        if is_recent { PAUSES_AFTER } else { PAUSES }
+        if is_recent(&self.in_vain_ns) { PAUSES_AFTER } else { PAUSES }
     }
 
     /// Looks at the card in silence. The lock is held.
@@ -273,7 +313,9 @@ impl Measuring {
 
     /// Keeps all other looks at the card away, in turn with other measurements: for what is over at once.
     pub(super) fn alone(&self, card: &Card) -> Alone<'_> {
-        Alone { measuring: self, _held: self.lock_in_turn(card) }
+        let held = self.lock_in_turn(card);
+        let own = is_recent(&self.disturbed_ns) && self.own_pid.load(Relaxed) != 0;
+        Alone { measuring: self, own, _held: held }
     }
 
     /// This process's bytes on the card, by NVML's list. `None` where they are not known.
@@ -396,7 +438,7 @@ impl Measurement<'_> {
     pub(super) fn end<T>(self, settle: impl FnOnce(&Alone<'_>, Option<Taken>) -> T) -> T {
         let Self { container, card, from, alone, newcomers, was_quiet } = self;
         let measuring = &container.books.measuring;
-        let looking = Alone { measuring, _held: measuring.lock.lock() };
+        let looking = Alone { measuring, own: false, _held: measuring.lock.lock() };
         measuring.meet(card, newcomers);
         let mut seen = measuring.look(container, card, from, alone);
         seen.is_quiet &= was_quiet;
