@@ -1,7 +1,7 @@
 //! The contract of both exporters' `/metrics`, included by the tests of each: names, kinds, units and labels stand in
 //! `docs/metrics.md`, and a label means the same in both, so that series of one join with those of the other (MO-09).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
 
@@ -19,9 +19,11 @@ pub struct Metric {
 /// By name, without the ending of its kind.
 pub type Schema = BTreeMap<String, Metric>;
 
-/// Name, kind, labels and help of each metric.
+/// Name, kind, labels and help of each metric. A series that stands twice is refused: whoever scrapes it refuses all of
+/// the answer, or keeps one of the two.
 pub fn schema(text: &str) -> Schema {
     let mut all = Schema::new();
+    let mut series = BTreeSet::new();
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# HELP ") {
             let (name, help) = rest.split_once(' ').unwrap();
@@ -30,6 +32,8 @@ pub fn schema(text: &str) -> Schema {
             let (name, kind) = rest.split_once(' ').unwrap();
             kind.clone_into(&mut all.entry(name.to_owned()).or_default().kind);
         } else if !line.starts_with('#') {
+            let (one, _) = line.split_at(line.rfind("} ").or_else(|| line.find(' ')).unwrap());
+            assert!(series.insert(one), "{one} stands twice");
             let (name, rest) = line.split_at(line.find(['{', ' ']).unwrap());
             let stem = ["_total", "_bucket", "_sum", "_count", "_info"]
                 .iter()

@@ -4,6 +4,7 @@
 //! Read from the ledger at each scrape. HAMi's label `device_cores` is left out: its value is what is granted just now, so
 //! that a series would end with each pod that comes.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -95,6 +96,43 @@ fn slices(ledger: &Ledger) -> Vec<Slice> {
     all
 }
 
+/// Adds up what has the same labels, which a scrape may show only once: while the cards of a pod that is gone are not
+/// given back yet, one of the same name, such as a StatefulSet's, may have its own already, and both hold.
+fn summed<'a, const N: usize>(
+    all: &'a [Slice],
+    labels: impl Fn(&'a Slice) -> [(&'static str, &'a str); N],
+    number: fn(&DeviceGrant) -> u64,
+) -> BTreeMap<[(&'static str, &'a str); N], u64> {
+    let mut sums = BTreeMap::new();
+    for slice in all {
+        *sums.entry(labels(slice)).or_default() += number(&slice.device);
+    }
+    sums
+}
+
+/// Labels of HAMi's metrics about a card of a container.
+fn of_hami(s: &Slice) -> [(&'static str, &str); 6] {
+    [
+        ZONE,
+        ("namespace", &s.namespace),
+        ("node", &s.node),
+        ("pod", &s.pod),
+        ("container_index", &s.place),
+        ("device_uuid", s.device.uuid.as_str()),
+    ]
+}
+
+/// Labels of ours, which are those of the agents.
+fn of_ours(s: &Slice) -> [(&'static str, &str); 5] {
+    [
+        ("node", &s.node),
+        ("namespace", &s.namespace),
+        ("pod", &s.pod),
+        ("container", &s.container),
+        ("device_uuid", s.device.uuid.as_str()),
+    ]
+}
+
 fn show<const N: usize>(
     family: &mut MetricEncoder<'_>,
     labels: [(&str, &str); N],
@@ -131,29 +169,14 @@ impl Collector for Cards {
         for (hami, ours, help, number) in OF_SLICE {
             let text = format!("HAMi: {help}");
             let mut family = encoder.encode_descriptor(hami, &text, None, MetricType::Gauge)?;
-            for s in &slices {
-                let labels = [
-                    ZONE,
-                    ("namespace", s.namespace.as_str()),
-                    ("node", &s.node),
-                    ("pod", &s.pod),
-                    ("container_index", &s.place),
-                    ("device_uuid", s.device.uuid.as_str()),
-                ];
-                show(&mut family, labels, &ConstGauge::new(number(&s.device)))?;
+            for (labels, sum) in summed(&slices, of_hami, number) {
+                show(&mut family, labels, &ConstGauge::new(sum))?;
             }
             let mut text = help.to_owned();
             text.get_mut(..1).unwrap_or_default().make_ascii_uppercase();
             let mut family = encoder.encode_descriptor(ours, &text, None, MetricType::Gauge)?;
-            for s in &slices {
-                let labels = [
-                    ("node", s.node.as_str()),
-                    ("namespace", &s.namespace),
-                    ("pod", &s.pod),
-                    ("container", &s.container),
-                    ("device_uuid", s.device.uuid.as_str()),
-                ];
-                show(&mut family, labels, &ConstGauge::new(number(&s.device)))?;
+            for (labels, sum) in summed(&slices, of_ours, number) {
+                show(&mut family, labels, &ConstGauge::new(sum))?;
             }
         }
         Ok(())

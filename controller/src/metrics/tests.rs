@@ -16,15 +16,15 @@ fn container(name: &str, kind: ContainerKind, card: &str) -> ContainerGrant {
     ContainerGrant { name: name.to_owned(), kind, devices: vec![device] }
 }
 
-/// Everything that can be shown, shown.
-fn everything() -> String {
-    let store = Arc::new(Store::new(mullion_core::request::Defaults::default()));
-    let allocation = AllocationFact {
-        uid: "a".into(),
-        name: "p-1".to_owned(),
-        pod: PodRef { namespace: "team".to_owned(), name: "p".to_owned(), uid: "pod".into() },
+/// Allocation number `sequence` to a pod `p`, whose uid ends with the number.
+fn allocation(sequence: u64) -> AllocationFact {
+    let uid = format!("pod-{sequence}");
+    AllocationFact {
+        uid: format!("a-{sequence}").as_str().into(),
+        name: format!("p-{sequence}"),
+        pod: PodRef { namespace: "team".to_owned(), name: "p".to_owned(), uid: uid.as_str().into() },
         node: "n".into(),
-        sequence: 1,
+        sequence,
         created: 0,
         containers: vec![
             container("prep", ContainerKind::Init, "GPU-1"),
@@ -33,11 +33,18 @@ fn everything() -> String {
         prepared: true,
         init_done: true,
         released: false,
-    };
+    }
+}
+
+/// Everything that can be shown, shown, while pods of one name have these allocations.
+fn everything_of(allocations: impl IntoIterator<Item = AllocationFact>) -> String {
+    let store = Arc::new(Store::new(mullion_core::request::Defaults::default()));
     store.write(|facts| {
         facts.fold(&Event::KubeNodeObserved(kube_node("n", 10)));
         facts.fold(&Event::NodeObserved(node("n", vec![card("GPU-1", 1000)])));
-        facts.fold(&Event::AllocationObserved(allocation))
+        for allocation in allocations {
+            facts.fold(&Event::AllocationObserved(allocation));
+        }
     });
     let metrics = Metrics::new();
     metrics.watch_cards(store);
@@ -47,6 +54,10 @@ fn everything() -> String {
     metrics.invalid_objects.get_or_create(&KindLabels { kind: "Pod" }).inc();
     metrics.watch_errors.get_or_create(&KindLabels { kind: "Pod" }).inc();
     metrics.encode().unwrap()
+}
+
+fn everything() -> String {
+    everything_of([allocation(1)])
 }
 
 // MO-09: one schema for both exporters, and the contract is what is shown.
@@ -110,4 +121,32 @@ fn what_is_granted_is_shown_by_container() {
     );
     let part = of("hami_node_gpu_memory_allocated_ratio");
     assert!(part.len() == 1 && part[0].ends_with("} 0.25"), "{part:?}");
+}
+
+// A StatefulSet's pod that was deleted and made anew has the name of the one before, whose cards are not given back yet.
+#[test]
+fn pods_of_one_name_are_one_series_that_adds_up() {
+    let text = everything_of([allocation(1), allocation(2)]);
+    schema(&text);
+    for (series, sum) in [
+        ("mullion_container_memory_allocated_bytes{", 2 * 250 << 20),
+        ("mullion_container_core_allocated_percent{", 60),
+        ("hami_vgpu_memory_allocated_bytes{", 2 * 250 << 20),
+        ("hami_vgpu_core_allocated_ratio{", 60),
+        ("hami_gpu_memory_allocated_bytes{", 2 * 250 << 20),
+    ] {
+        let shown: Vec<_> = text.lines().filter(|line| line.starts_with(series)).collect();
+        assert!(shown.len() == 1 && shown[0].ends_with(&format!("}} {sum}")), "{series}: {shown:?}");
+    }
+    // Where the containers changed places, HAMi's labels, which have the place alone, meet no less.
+    let mut other = allocation(2);
+    other.containers.reverse();
+    other.containers[0].name = "else".to_owned();
+    schema(&everything_of([allocation(1), other]));
+}
+
+#[test]
+#[should_panic(expected = "stands twice")]
+fn a_series_that_stands_twice_is_no_scrape() {
+    schema("# HELP x X.\n# TYPE x gauge\nx{zone=\"a\"} 1\nx{zone=\"a\"} 2\n");
 }
