@@ -1,24 +1,21 @@
 //! All parts together, in the order in which they must come up: the kubelet first, from the state file; the audit log,
 //! the driver and the API server after that.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt;
 use kube::Client;
 use mullion_audit::{Entry, Event as AuditEvent};
-use mullion_core::facts::Event;
 use mullion_core::request::COUNT;
-use mullion_crds::gpunode::GPUNode;
-use mullion_crds::vgpuallocation::VGPUAllocation;
 use tokio::sync::{Mutex, mpsc, watch};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 use crate::api::{self, Watches};
-use crate::audit::{Audit, Held, carried_over};
+use crate::audit::Audit;
 use crate::checkpoint;
 use crate::config::{Enforcement, Settings};
 use crate::device_plugin::server::{Prepare, Service};
@@ -34,14 +31,13 @@ use crate::nvml::{self, DriverHandle, EventThread};
 use crate::prepare::driver_files::Finder;
 use crate::prepare::library::Library;
 use crate::prepare::{Preparer, container_folder, files};
-use crate::release::{self, Releaser};
+use crate::release::Releaser;
+use crate::restore::{Restored, restore, start_log};
 use crate::state::{Key, State};
 use crate::status::Syncer;
 use crate::wishes;
 use crate::world::{Shared, World};
 
-/// The kernel's name of this boot.
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// How often conditions that nobody announces are looked at.
 const LOOK: Duration = Duration::from_secs(5);
 /// How long a kubelet may be away before the node says so.
@@ -60,7 +56,7 @@ pub async fn run(
 ) -> Result<(), Error> {
     files::folder(&settings.state_dir)?;
     let state = State::open(&settings.state_dir.join("state.db")).await?;
-    let (world, offered) = restore(&settings, &state).await?;
+    let Restored { world, offered, specs } = restore(&settings, &state).await?;
     info!(node = %world.node, slots = offered.len(), allocations = world.allocations.len(), "starting");
     let (facts, received) = mpsc::unbounded_channel();
     let mut agent = Agent {
@@ -75,7 +71,8 @@ pub async fn run(
     };
     agent.serve_kubelet(offered);
     agent.library.announce().await;
-    agent.spawn(start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone()));
+    let log = start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone(), specs);
+    agent.spawn(log.then(|()| std::future::pending()));
     agent.spawn(api::append_facts(agent.audit.clone(), received));
     let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;
     let _events = agent.watch_cards(driver.clone(), &client)?;
@@ -184,7 +181,7 @@ impl Agent {
             self.settings.node.clone(),
         );
         self.spawn(keep_bounds(self.settings.clone(), Arc::clone(&self.shared), announcer.clone()));
-        self.spawn(wishes::keep_told(Arc::clone(&self.shared), announcer.clone()));
+        self.spawn(wishes::keep_told(Arc::clone(&self.shared), self.state.clone(), announcer.clone()));
         let latest = Latest::default();
         let monitor = Monitor {
             shared: Arc::clone(&self.shared),
@@ -251,110 +248,6 @@ impl Agent {
         self.spawn(releaser.run());
         publisher
     }
-}
-
-/// The world as the last run left it, and the slots that the kubelet was offered.
-async fn restore(settings: &Settings, state: &State) -> Result<(World, Vec<String>), Error> {
-    let boot_id = std::fs::read_to_string(BOOT_ID).map_err(Error::file("read", BOOT_ID))?;
-    let boot_id = boot_id.trim().to_owned();
-    let mut world = World { node: settings.node.clone(), boot_id: boot_id.clone(), ..World::default() };
-    world.node_uid = state.get(Key::NodeUid).await?.unwrap_or_default();
-    world.observation = state.get(Key::Observation).await?.unwrap_or_default();
-    world.gpunode = state.get::<GPUNode>(Key::GpuNode).await?;
-    let same_boot = state.get::<String>(Key::BootId).await?.as_ref() == Some(&boot_id);
-    if same_boot {
-        world.cards = state.get(Key::Cards).await?;
-    } else {
-        // Minors and uuids of an earlier boot prove nothing; the kubelet asks again for every container.
-        release::remove_specs(&settings.cdi_dir)?;
-        state.put(Key::BootId, &boot_id).await?;
-    }
-    world.issued = state.get(Key::Issued).await?.unwrap_or_default();
-    world.refold_node();
-    for object in state.allocations::<VGPUAllocation>().await? {
-        if object.spec.node_name == settings.node.as_str() {
-            world.see_allocation(object);
-        }
-    }
-    for grant in state.grants().await? {
-        world.mark(&grant.allocation.as_str().into(), |fact| fact.prepared = true);
-        world.grants.insert(grant.grant.clone(), grant);
-    }
-    let folders = [("hookDir", &settings.hook_dir), ("cdiDir", &settings.cdi_dir)];
-    keep_folders(&folders, state, same_boot && !world.grants.is_empty()).await?;
-    let offered: Vec<String> = state.get(Key::Slots).await?.unwrap_or_default();
-    Ok((world, offered))
-}
-
-/// Keeps where containers' files are; `in_use` while there may be containers that have some (MO-04).
-async fn keep_folders(now: &[(&str, &PathBuf)], state: &State, in_use: bool) -> Result<(), Error> {
-    let now: BTreeMap<String, PathBuf> =
-        now.iter().map(|(setting, path)| ((*setting).to_owned(), (*path).clone())).collect();
-    let before: BTreeMap<String, PathBuf> = state.get(Key::Folders).await?.unwrap_or_default();
-    if in_use {
-        for (setting, now) in &now {
-            if let Some(before) = before.get(setting).filter(|before| *before != now) {
-                let (setting, before, now) = (setting.clone(), before.clone(), now.clone());
-                return Err(Error::FolderMoved { setting, before, now });
-            }
-        }
-    }
-    if before == now { Ok(()) } else { state.put(Key::Folders, &now).await }
-}
-
-/// Opens the audit log; where the state file was lost, takes from the log what is held.
-async fn start_log(audit: Audit, shared: Arc<Shared>, state: State) {
-    let (node, boot_id) = shared.read(|w| (w.node.clone(), w.boot_id.clone()));
-    let new = audit.open(&node).await;
-    if state.fresh {
-        match audit.held(&node).await {
-            Ok(Held { facts, grants, issued }) => {
-                info!(allocations = facts.len(), grants = grants.len(), "rebuilt from the audit log");
-                for grant in &grants {
-                    if let Err(error) = state.put_grant(grant).await {
-                        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not kept");
-                    }
-                }
-                shared.change(|world| {
-                    // What the API server has listed meanwhile is all there is.
-                    let listed = world.allocations_listed;
-                    for fact in facts {
-                        if world.allocations.contains_key(&fact.uid) {
-                            let (prepared, init_done) = (fact.prepared, fact.init_done);
-                            world.mark(&fact.uid, |f| {
-                                f.prepared |= prepared;
-                                f.init_done |= init_done;
-                            });
-                        } else if !listed {
-                            world.ledger.apply(&Event::AllocationObserved(fact));
-                        }
-                    }
-                    for grant in grants {
-                        world.grants.entry(grant.grant.clone()).or_insert(grant);
-                    }
-                    world.issued.extend(issued);
-                });
-            }
-            Err(error) => {
-                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not rebuilt");
-            }
-        }
-    }
-    let event = AuditEvent::AgentStarted { boot_id, agent_version: env!("CARGO_PKG_VERSION").to_owned() };
-    if let Err(error) = audit.append(event).await {
-        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
-    }
-    let rows = if new { shared.read(carried_over) } else { Vec::new() };
-    if !rows.is_empty() {
-        warn!(
-            rows = rows.len(),
-            "the audit log is new and the agent is not: what is held is written down again"
-        );
-        if let Err(error) = audit.append_many(rows).await {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not carried over");
-        }
-    }
-    std::future::pending::<()>().await;
 }
 
 /// Keeps the offer to the kubelet right.
@@ -509,29 +402,4 @@ fn topology_policy(path: &Path) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let config: serde_json::Value = serde_saphyr::from_str(&text).ok()?;
     Some(config.get("topologyManagerPolicy").and_then(|p| p.as_str()).unwrap_or("none").to_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_folder_in_use_cannot_be_moved() {
-        let place = tempfile::tempdir().unwrap();
-        let state = State::open(&place.path().join("state.db")).await.unwrap();
-        let (old, new) = (PathBuf::from("/usr/local/vgpu"), PathBuf::from("/opt/vgpu"));
-        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
-        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
-        let error = keep_folders(&[("hookDir", &new)], &state, true).await.unwrap_err();
-        assert_eq!(error.code(), "FolderMoved");
-        let told = error.to_string();
-        assert!(
-            told.contains("hookDir") && told.contains("/usr/local/vgpu") && told.contains("/opt/vgpu"),
-            "{told}"
-        );
-        // The refusal changed nothing; without containers that use it, the folder may be another one.
-        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
-        keep_folders(&[("hookDir", &new)], &state, false).await.unwrap();
-        assert_eq!(keep_folders(&[("hookDir", &old)], &state, true).await.unwrap_err().code(), "FolderMoved");
-    }
 }

@@ -123,7 +123,18 @@ impl Audit {
         }
     }
 
-    /// What the log says is held on this node, and which grants are open: for an agent whose state file is lost.
+    /// Grants that were answered with and that the log says nothing more of, with when that was, in Unix seconds.
+    ///
+    /// # Errors
+    /// [`Error::Audit`].
+    pub async fn open_grants(&self) -> Result<BTreeMap<String, i64>, Error> {
+        let path = self.path.clone();
+        let read = async move { AuditReader::open(path).await?.open_grants().await };
+        let open = read.boxed().await.map_err(|source| Error::Audit { source })?;
+        Ok(open.into_iter().map(|(grant, at)| (grant, at.as_second())).collect())
+    }
+
+    /// What the log says is held on this node: for an agent whose state file is lost.
     ///
     /// # Errors
     /// [`Error::Audit`].
@@ -133,9 +144,7 @@ impl Audit {
         let replay = async move { AuditReader::open(path).await?.replay().await };
         let ledger = replay.boxed().await.map_err(failed)?;
         let (facts, grants) = held(&ledger.allocations, node);
-        let open = ledger.grants.into_iter().filter(|(_, grant)| grant.allocation.is_none());
-        let issued = open.map(|(name, grant)| (name, grant.issued.as_second())).collect();
-        Ok(Held { facts, grants, issued })
+        Ok(Held { facts, grants })
     }
 }
 
@@ -146,8 +155,6 @@ pub struct Held {
     pub facts: Vec<AllocationFact>,
     /// Grants that are filled.
     pub grants: Vec<Grant>,
-    /// Those that are not, with when they were answered with, in Unix seconds.
-    pub issued: BTreeMap<String, i64>,
 }
 
 /// On a thread of its own: the migrator of sqlx makes a future that the compiler cannot prove to be `Send`.
@@ -224,7 +231,7 @@ fn held(
                 pod: held.pod.uid.clone(),
                 container: container.clone(),
                 device_ids: c.device_ids.clone(),
-                // The log does not say; the next preparation does.
+                // The log does not say; the grant's spec does.
                 enforced: false,
                 unenforced: None,
             });
@@ -290,8 +297,9 @@ mod tests {
         let open = ["0123456789abcdef", "fedcba9876543210"].map(|grant| issued(grant).into());
         audit.append_many(open.into()).await.unwrap();
         audit.append_many(carried_over(&world)).await.unwrap();
-        let Held { facts, grants, issued } = audit.held(&world.node).await.unwrap();
-        assert_eq!(issued.into_keys().collect::<Vec<_>>(), ["fedcba9876543210"], "the other one is filled");
+        let Held { facts, grants } = audit.held(&world.node).await.unwrap();
+        let open = audit.open_grants().await.unwrap();
+        assert_eq!(open.into_keys().collect::<Vec<_>>(), ["fedcba9876543210"], "the other one is filled");
         let plain = |f: &facts::AllocationFact| {
             let mut containers = f.containers.clone();
             containers.sort_by(|a, b| a.name.cmp(&b.name));

@@ -5,7 +5,7 @@
 //! - [`device_plugin`]: slots for the kubelet; [`checkpoint`]: the kubelet's record of who has which;
 //!   [`prepare`]: a container's devices
 //! - [`api`]: watches; [`status`]: what allocations say; [`release`]: the end of one; [`events`]: Events
-//! - [`world`]: what the agent knows; [`state`]: what it must know after a restart; [`cgroup`]: what still runs
+//! - [`world`]: what the agent knows; `restore`: what a former run left; [`state`]: what it must know after a restart; [`cgroup`]: what still runs
 //! - [`monitor`]: what containers do with their cards; [`audit`]: the way to the audit log; [`agent`]: all of it together; [`metrics`]: what can be scraped
 
 pub mod agent;
@@ -25,6 +25,7 @@ pub mod monitor;
 pub mod nvml;
 pub mod prepare;
 pub mod release;
+mod restore;
 pub mod state;
 pub mod status;
 pub mod wishes;

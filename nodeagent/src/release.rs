@@ -145,7 +145,6 @@ impl Releaser {
         let mut leaving: BTreeMap<AllocationUid, Leaving> = BTreeMap::new();
         let mut missing: BTreeMap<AllocationUid, Instant> = BTreeMap::new();
         let mut sweep = Instant::now();
-        let mut issued = self.shared.read(|w| w.issued.clone());
         loop {
             bell.borrow_and_update();
             self.find(&mut leaving, &mut missing).await;
@@ -178,10 +177,7 @@ impl Releaser {
                 }
             }
             if sweep <= Instant::now() {
-                self.look(&cgroups).await;
-                self.sweep(&cgroups).await;
-                self.withdraw_unused(&mut issued).await;
-                report(self.library.sweep().await);
+                self.tidy(&cgroups).await;
                 sweep = Instant::now() + SWEEP;
             }
             let next = leaving.values().map(|l| l.at).chain(missing.values().copied()).chain([sweep]).min();
@@ -189,6 +185,14 @@ impl Releaser {
                 return;
             }
         }
+    }
+
+    /// What is done from time to time: looks where cgroups are, and clears away what nobody owns.
+    pub async fn tidy(&self, cgroups: &Cgroups) {
+        self.look(cgroups).await;
+        self.sweep(cgroups).await;
+        self.withdraw_unused().await;
+        report(self.library.sweep().await);
     }
 
     /// Finds what is over, and closes it to `PreStartContainer` at once: after that, a cgroup that is gone cannot come

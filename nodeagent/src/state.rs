@@ -60,8 +60,8 @@ pub enum Key {
     GpuNode,
     /// Cards with their health.
     Cards,
-    /// Grants that were answered with and are not filled.
-    Issued,
+    /// Wishes that cannot be read and that were told of.
+    MisreadTold,
     /// The settings that name folders of which containers were given files, with their values.
     Folders,
 }
@@ -75,7 +75,7 @@ impl Key {
             Self::Observation => "observation",
             Self::GpuNode => "gpuNode",
             Self::Cards => "cards",
-            Self::Issued => "issued",
+            Self::MisreadTold => "misreadTold",
             Self::Folders => "folders",
         }
     }

@@ -9,13 +9,14 @@ use mullion_core::facts::PodRef;
 use tracing::warn;
 
 use crate::events::Announcer;
+use crate::state::{Key, State};
 use crate::world::{Misread, Shared, World};
 
-/// How often new pods are looked at: nothing waits for it.
-const LOOK: Duration = Duration::from_secs(5);
+/// Pause between two looks: much else rings the bell.
+const LULL: Duration = Duration::from_secs(1);
 
 /// A container that was told of: uid of its pod, its name, the code.
-type Told = BTreeSet<(String, String, &'static str)>;
+type Told = BTreeSet<(String, String, String)>;
 
 /// What is to be said of containers that were given a slice, each once; `told` forgets those that are gone.
 fn untold(world: &World, told: &mut Told) -> Vec<(PodRef, Misread)> {
@@ -27,7 +28,7 @@ fn untold(world: &World, told: &mut Told) -> Vec<(PodRef, Misread)> {
         let uid = grant.pod.as_str().into();
         let Some(seen) = world.pods.as_ref().and_then(|pods| pods.get(&uid)) else { continue };
         for misread in seen.misread.iter().filter(|m| m.container == grant.container) {
-            if told.insert((grant.pod.clone(), grant.container.clone(), misread.code)) {
+            if told.insert((grant.pod.clone(), grant.container.clone(), misread.code.to_owned())) {
                 let pod =
                     PodRef { namespace: seen.namespace.clone(), name: seen.name.clone(), uid: uid.clone() };
                 news.push((pod, misread.clone()));
@@ -38,22 +39,48 @@ fn untold(world: &World, told: &mut Told) -> Vec<(PodRef, Misread)> {
 }
 
 /// Tells of each in the log and by an Event on its pod, until dropped.
-pub async fn keep_told(shared: Arc<Shared>, announcer: Announcer) {
-    let mut told = Told::new();
+pub async fn keep_told(shared: Arc<Shared>, state: State, announcer: Announcer) {
+    let say = |pod: &PodRef, misread: &Misread| {
+        let (code, error) = (misread.code, &misread.message);
+        warn!(
+            namespace = pod.namespace,
+            pod = pod.name,
+            container = misread.container,
+            code,
+            error,
+            "wish not read"
+        );
+        announcer.wish(pod, code, error);
+    };
+    tell(&shared, &state, say).await;
+}
+
+/// Says each once, also over restarts.
+async fn tell(shared: &Shared, state: &State, mut say: impl FnMut(&PodRef, &Misread)) {
+    let mut bell = shared.bell();
+    let kept = state.get::<Told>(Key::MisreadTold).await.unwrap_or_else(|error| {
+        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "who was told is not known");
+        None
+    });
+    let mut kept = kept.unwrap_or_default();
+    let mut told = kept.clone();
     loop {
+        bell.borrow_and_update();
         for (pod, misread) in shared.read(|world| untold(world, &mut told)) {
-            let (code, error) = (misread.code, &misread.message);
-            warn!(
-                namespace = pod.namespace,
-                pod = pod.name,
-                container = misread.container,
-                code,
-                error,
-                "wish not read"
-            );
-            announcer.wish(&pod, code, error);
+            say(&pod, &misread);
         }
-        tokio::time::sleep(LOOK).await;
+        if told != kept {
+            match state.put(Key::MisreadTold, &told).await {
+                Ok(()) => kept.clone_from(&told),
+                Err(error) => {
+                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "who was told is not kept");
+                }
+            }
+        }
+        if bell.changed().await.is_err() {
+            return;
+        }
+        tokio::time::sleep(LULL).await;
     }
 }
 
@@ -106,5 +133,58 @@ mod tests {
         world.grants.insert("g".to_owned(), grant);
         world.pods = None;
         assert!(untold(&world, &mut told).is_empty(), "pods are not known yet");
+    }
+
+    fn misread(container: &str) -> PodSeen {
+        let misread = Misread {
+            container: container.to_owned(),
+            code: "MalformedPriority",
+            message: "what is wrong".to_owned(),
+        };
+        PodSeen { name: container.to_owned(), misread: vec![misread], ..PodSeen::default() }
+    }
+
+    fn granted(container: &str) -> (String, Grant) {
+        let grant = Grant {
+            grant: container.to_owned(),
+            allocation: "a".to_owned(),
+            pod: format!("uid-of-{container}"),
+            container: container.to_owned(),
+            device_ids: Vec::new(),
+            enforced: true,
+            unenforced: None,
+        };
+        (grant.grant.clone(), grant)
+    }
+
+    #[tokio::test]
+    async fn who_was_told_is_not_told_again_after_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = State::open(&folder.path().join("state.db")).await.unwrap();
+        let (said, mut heard) = tokio::sync::mpsc::unbounded_channel();
+        let say = |pod: &PodRef, _: &Misread| said.send(pod.name.clone()).unwrap();
+        let world = |grants: &[&str]| World {
+            pods: Some(["one", "two"].map(|n| (format!("uid-of-{n}").as_str().into(), misread(n))).into()),
+            grants: grants.iter().copied().map(granted).collect(),
+            ..World::default()
+        };
+        let shared = Shared::new(world(&["one"]));
+        tokio::select! {
+            () = tell(&shared, &state, say) => {}
+            () = async {
+                assert_eq!(heard.recv().await.unwrap(), "one");
+                shared.change(|w| w.grants.extend([granted("two")]));
+                assert_eq!(heard.recv().await.unwrap(), "two");
+                while state.get::<Told>(Key::MisreadTold).await.unwrap().is_none_or(|told| told.len() < 2) {
+                    tokio::task::yield_now().await;
+                }
+            } => {}
+        }
+        let shared = Shared::new(world(&["one", "two"]));
+        tokio::select! {
+            () = tell(&shared, &state, say) => {}
+            () = tokio::time::sleep(LULL / 2) => {}
+        }
+        assert!(heard.try_recv().is_err());
     }
 }

@@ -192,7 +192,8 @@ pub struct World {
     pub allocations: BTreeMap<AllocationUid, Arc<VGPUAllocation>>,
     /// Filled grants by name.
     pub grants: BTreeMap<String, Grant>,
-    /// Grants that `Allocate` answered with and that nobody has filled, with when that was, in Unix seconds.
+    /// Grants that `Allocate` answered with and that nobody has filled, with when that was, in Unix seconds. The audit log
+    /// has those of former runs.
     pub issued: BTreeMap<String, i64>,
     /// Pods of this node by uid; `None` until the first list in this run.
     pub pods: Option<BTreeMap<PodUid, PodSeen>>,

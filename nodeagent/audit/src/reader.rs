@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -252,6 +253,15 @@ impl AuditReader {
             .fetch_one(&mut self.connection)
             .await
             .map_err(|e| failed(&self.path, e))
+    }
+
+    /// Grants that `Allocate` answered with, that no container was prepared with, and that were not withdrawn; with when
+    /// their row was written. Reads rows about grants alone.
+    ///
+    /// # Errors
+    /// What SQLite says.
+    pub async fn open_grants(&mut self) -> Result<BTreeMap<String, Timestamp>, Error> {
+        store::open_grants(&mut self.connection).await.map_err(|e| failed(&self.path, e))
     }
 
     /// Rebuilds the node's ledger from the first row to the last.

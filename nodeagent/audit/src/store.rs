@@ -38,6 +38,19 @@ pub(crate) async fn keyed(
     row.map(|row| Ok((number(&row, "seq")?, row.try_get("kind")?))).transpose()
 }
 
+/// Grants that were issued and neither filled nor withdrawn, with when their row was written.
+pub(crate) async fn open_grants(
+    connection: &mut SqliteConnection,
+) -> Result<BTreeMap<String, Timestamp>, sqlx::Error> {
+    let rows = sqlx::query(
+        "SELECT grant_name, time_ns FROM events WHERE kind = 'GrantIssued' AND grant_name NOT IN \
+         (SELECT grant_name FROM events WHERE kind IN ('Prepared', 'GrantWithdrawn') AND grant_name IS NOT NULL)",
+    )
+    .fetch_all(connection)
+    .await?;
+    rows.iter().map(|row| Ok((row.try_get("grant_name")?, time(row)?))).collect()
+}
+
 pub(crate) async fn insert(connection: &mut SqliteConnection, row: &Row) -> Result<(), sqlx::Error> {
     let seq = i64::try_from(row.seq).unwrap_or(i64::MAX);
     sqlx::query(
@@ -126,10 +139,9 @@ async fn cards_of(
 }
 
 fn event_row(row: &SqliteRow) -> Result<Row, sqlx::Error> {
-    let time_ns: i64 = row.try_get("time_ns")?;
     Ok(Row {
         seq: number(row, "seq")?,
-        time: Timestamp::from_nanosecond(time_ns.into()).map_err(|e| sqlx::Error::Decode(e.into()))?,
+        time: time(row)?,
         kind: row.try_get("kind")?,
         node: row.try_get("node")?,
         pod_namespace: row.try_get("pod_namespace")?,
@@ -148,6 +160,11 @@ fn event_row(row: &SqliteRow) -> Result<Row, sqlx::Error> {
         prev_hash: hash(row, "prev_hash")?,
         hash: hash(row, "hash")?,
     })
+}
+
+fn time(row: &SqliteRow) -> Result<Timestamp, sqlx::Error> {
+    let time_ns: i64 = row.try_get("time_ns")?;
+    Timestamp::from_nanosecond(time_ns.into()).map_err(|e| sqlx::Error::Decode(e.into()))
 }
 
 fn number(row: &SqliteRow, column: &str) -> Result<u64, sqlx::Error> {

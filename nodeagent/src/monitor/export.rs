@@ -46,7 +46,7 @@ struct Slice<'a> {
 impl<'a> Slice<'a> {
     fn all(snapshot: &'a Snapshot) -> Vec<Self> {
         let mut all = Vec::new();
-        for container in &snapshot.containers {
+        for container in snapshot.shown() {
             let usage = container.usage.as_ref().ok();
             let mut push = |place: usize, card: &'a str, limit, cores| {
                 all.push(Self {

@@ -68,6 +68,7 @@ pub struct Measured {
 
 /// A container with a slice.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "none of them excludes another")]
 pub struct Container {
     /// Its pod.
     pub pod: PodRef,
@@ -85,4 +86,14 @@ pub struct Container {
     pub throttled: bool,
     /// It waits for a more urgent one.
     pub gated: bool,
+    /// Another pod has its pod's name by now, and with it the series.
+    pub succeeded: bool,
+}
+
+impl Snapshot {
+    /// Containers that have series: of pods that had a name one after the other, those of the last one. What is left of
+    /// the others shows in the condition `Released` of their allocations.
+    pub fn shown(&self) -> impl Iterator<Item = &Container> {
+        self.containers.iter().filter(|c| !c.succeeded)
+    }
 }

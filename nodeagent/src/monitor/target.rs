@@ -1,6 +1,6 @@
 //! Which containers are looked after: those that were given a slice here, and those that HAMi gave one before us.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mullion_audit::{AllocationRef, PodRef};
 use mullion_core::facts::ContainerKind;
@@ -27,6 +27,8 @@ pub struct Target {
     pub wishes: ComputeWishes,
     /// What we gave it; `None` for one of HAMi's.
     pub grant: Option<Granted>,
+    /// Another pod has its pod's name by now: what is left of this one holds its slice, and its series are the other's.
+    pub succeeded: bool,
 }
 
 /// What a container was given.
@@ -56,6 +58,23 @@ impl Target {
     }
 }
 
+/// Which pod has a name: the one that the API server has, else, of those with a slice, the last one that was placed.
+fn heirs(world: &World) -> BTreeMap<(&str, &str), &PodUid> {
+    let pods = world.pods.iter().flatten();
+    let here = pods.map(|(uid, pod)| ((pod.namespace.as_str(), pod.name.as_str()), (true, 0, uid)));
+    let held = world.ledger.allocations_on(&world.node).filter(|fact| !fact.released).map(|fact| {
+        let pod = &fact.pod;
+        let is_here = world.pods.as_ref().is_some_and(|pods| pods.contains_key(&pod.uid));
+        ((pod.namespace.as_str(), pod.name.as_str()), (is_here, fact.sequence, &pod.uid))
+    });
+    let mut heirs = BTreeMap::new();
+    for (name, claim) in here.chain(held) {
+        let best = heirs.entry(name).or_insert(claim);
+        *best = claim.max(*best);
+    }
+    heirs.into_iter().map(|(name, (_, _, uid))| (name, uid)).collect()
+}
+
 /// Every container to look after; `folders` are the names of the folders that there are.
 #[must_use]
 pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
@@ -68,6 +87,10 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
         pod.wishes.get(container).copied()
     };
     let mut targets = Vec::with_capacity(world.grants.len());
+    let heirs = heirs(world);
+    let succeeded = |namespace: &str, name: &str, uid: &str| {
+        heirs.get(&(namespace, name)).is_some_and(|heir| heir.as_str() != uid)
+    };
     for grant in world.grants.values() {
         let Some(fact) = world.ledger.allocation(&AllocationUid::from(grant.allocation.as_str())) else {
             continue;
@@ -92,6 +115,7 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
                 limits: limits.collect(),
                 enforced: grant.enforced,
             }),
+            succeeded: succeeded(&fact.pod.namespace, &fact.pod.name, &grant.pod),
         });
     }
     let ours: BTreeSet<Key> = world.grants.values().map(|g| (g.pod.clone(), g.container.clone())).collect();
@@ -111,6 +135,7 @@ pub fn targets(world: &World, folders: &[String]) -> Vec<Target> {
             running: running(uid, container),
             wishes: wishes(uid, container).unwrap_or_default(),
             grant: None,
+            succeeded: succeeded(&pod.namespace, &pod.name, uid),
         });
     }
     targets.sort_by_cached_key(Target::key);

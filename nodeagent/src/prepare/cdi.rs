@@ -201,11 +201,11 @@ pub fn still_true(old: &Spec, new: &Spec, exists: impl Fn(&str) -> bool) -> bool
     old.nodes() == new.nodes() && old.mounts.iter().all(|m| exists(&m.host_path))
 }
 
-/// Whether a grant's spec mounts something at `path` of the container.
+/// The host's path of what a grant's spec mounts at `path` of the container.
 #[must_use]
-pub fn mounts(spec: &Spec, path: &str) -> bool {
+pub fn mounted_at<'a>(spec: &'a Spec, path: &str) -> Option<&'a str> {
     let mut mounts = spec.devices.iter().flat_map(|d| &d.container_edits.mounts);
-    mounts.any(|m| m.container_path == path)
+    mounts.find(|m| m.container_path == path).map(|m| m.host_path.as_str())
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ pub mod grant;
 pub mod library;
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -150,6 +150,10 @@ impl Preparer {
         self.wait(owner, deadline).await;
         let specs = self.finder.find().await;
         let library = self.library.current().await.map_err(|source| Refusal::Failed { source })?;
+        // A container that starts again gets the library of its spec, whatever has become of the node's since.
+        let keeps = self.standing(grant).is_some_and(|spec| {
+            cdi::mounted_at(&spec, LIBRARY_IN_CONTAINER).is_some_and(|path| Path::new(path).exists())
+        });
         // Decided and counted under one lock: two calls never give the same capacity twice.
         let (mut given, again) = self.shared.change(|world| {
             let found = world.allocation_of(&owner.pod);
@@ -170,7 +174,7 @@ impl Preparer {
                 standing,
                 cards: cards.as_ref(),
                 enforcement: self.settings.enforcement,
-                unusable: library.as_ref().err(),
+                unusable: library.as_ref().err().filter(|_| !keeps),
             };
             let given = decide(&question, PATIENCE.as_secs())?;
             // Of its capacity nothing may go to an earlier decision from now on, so it counts as prepared at once.
@@ -183,13 +187,30 @@ impl Preparer {
             None => None,
         };
         let spec = self.spec(&given, grant, &specs, library.as_deref().ok())?;
-        let standing = self.standing(grant, &spec)?;
-        // What the container gets is what stands in the spec, whatever has come to the node or left it since.
-        given.enforced = cdi::mounts(standing.as_ref().unwrap_or(&spec), LIBRARY_IN_CONTAINER);
+        let standing = self.standing(grant);
+        if standing
+            .as_ref()
+            .is_some_and(|old| !cdi::still_true(old, &spec, |path| self.is_there(path, &given, grant)))
+        {
+            return Err(Refusal::GrantChanged { grant: grant.clone() });
+        }
+        given.enforced = cdi::mounted_at(standing.as_ref().unwrap_or(&spec), LIBRARY_IN_CONTAINER).is_some();
         if !given.enforced && self.settings.enforcement == Enforcement::Required {
             return Err(Refusal::GrantChanged { grant: grant.clone() });
         }
-        self.log(&given, grant, owner).await?;
+        // Filled as soon as the log says so, even where the kubelet gives the call up before that is known here.
+        let mut issued = None;
+        self.shared.change_if(|world| {
+            issued = world.issued.remove(grant);
+            false
+        });
+        if let Err(refusal) = self.log(&given, grant, owner).await {
+            self.shared.change_if(|world| {
+                world.issued.extend(issued.map(|at| (grant.clone(), at)));
+                false
+            });
+            return Err(refusal);
+        }
         let record = Grant {
             grant: grant.clone(),
             allocation: given.allocation.0.clone(),
@@ -258,16 +279,29 @@ impl Preparer {
                 ..cdi::Mount::default()
             });
         };
-        mount(&self.settings.pages_dir().join(grant), PAGE_IN_CONTAINER, "ro");
-        mount(&self.container_folder(given).join(files::USAGE_FILE), USAGE_IN_CONTAINER, "rw");
+        let [page, usage, preload] = self.files(given, grant);
+        mount(&page, PAGE_IN_CONTAINER, "ro");
+        mount(&usage, USAGE_IN_CONTAINER, "rw");
         if let Some(library) = library {
             mount(library, LIBRARY_IN_CONTAINER, "ro");
-            mount(&self.settings.preload(), "/etc/ld.so.preload", "ro");
+            mount(&preload, "/etc/ld.so.preload", "ro");
         }
         Ok(cdi::grant_spec(grant, &version, edits))
     }
 
-    fn container_folder(&self, given: &Given) -> std::path::PathBuf {
+    /// What [`Self::write`] makes on the host: page, usage file and preload file.
+    fn files(&self, given: &Given, grant: &str) -> [PathBuf; 3] {
+        let usage = self.container_folder(given).join(files::USAGE_FILE);
+        [self.settings.pages_dir().join(grant), usage, self.settings.preload()]
+    }
+
+    /// Whether a container that starts now finds what its spec names: what we make ourselves it does.
+    fn is_there(&self, path: &str, given: &Given, grant: &str) -> bool {
+        let path = Path::new(path);
+        path.exists() || self.files(given, grant).iter().any(|ours| ours == path)
+    }
+
+    fn container_folder(&self, given: &Given) -> PathBuf {
         container_folder(&self.settings, given.pod.uid.as_str(), &given.container)
     }
 
@@ -297,28 +331,22 @@ impl Preparer {
 
     /// The spec that this grant has already. The runtime may have it in its cache: another content under the same name is
     /// never written.
-    fn standing(&self, grant: &str, spec: &cdi::Spec) -> Result<Option<cdi::Spec>, Refusal> {
-        let exists = |path: &str| Path::new(path).exists();
-        let there = std::fs::read(self.settings.cdi_dir.join(cdi::file_name(grant))).ok();
-        match there.map(|bytes| serde_json::from_slice::<cdi::Spec>(&bytes)) {
-            Some(Ok(old)) if cdi::still_true(&old, spec, exists) => Ok(Some(old)),
-            Some(Ok(_)) => Err(Refusal::GrantChanged { grant: grant.to_owned() }),
-            // Not one of our files, since those are renamed into place whole.
-            Some(Err(_)) | None => Ok(None),
-        }
+    fn standing(&self, grant: &str) -> Option<cdi::Spec> {
+        let bytes = std::fs::read(self.settings.cdi_dir.join(cdi::file_name(grant))).ok()?;
+        // What cannot be read is none of our files, since those are renamed into place whole.
+        serde_json::from_slice(&bytes).ok()
     }
 
     /// Writes the grant's files, and its `spec` where it has none.
     fn write(&self, given: &Given, grant: &str, spec: Option<&cdi::Spec>) -> Result<(), Refusal> {
         let (page, usage) = grant::pages(given, grant, self.settings.enforcement)?;
         let failed = |source| Refusal::Failed { source };
-        let pages = self.settings.pages_dir();
-        files::folder(&pages).map_err(failed)?;
-        files::replace(&pages.join(grant), &mullion_region::page::encode(&page), 0o644).map_err(failed)?;
+        let [page_path, _, preload] = self.files(given, grant);
+        files::folder(&self.settings.pages_dir()).map_err(failed)?;
+        files::replace(&page_path, &mullion_region::page::encode(&page), 0o644).map_err(failed)?;
         files::usage_file(&self.container_folder(given), &mullion_region::usage::image(&usage))
             .map_err(failed)?;
         if given.enforced {
-            let preload = self.settings.preload();
             let want = format!("{LIBRARY_IN_CONTAINER}\n");
             if std::fs::read_to_string(&preload).ok().as_deref() != Some(want.as_str()) {
                 files::replace(&preload, want.as_bytes(), 0o644).map_err(failed)?;
@@ -373,8 +401,15 @@ impl Preparer {
 
 /// The folder of a container's usage file.
 #[must_use]
-pub fn container_folder(settings: &Settings, pod: &str, container: &str) -> std::path::PathBuf {
+pub fn container_folder(settings: &Settings, pod: &str, container: &str) -> PathBuf {
     settings.containers_dir().join(format!("{pod}_{container}"))
+}
+
+/// Whether a grant's container has the library by its spec, and why not.
+#[must_use]
+pub fn by_spec(spec: &cdi::Spec) -> (bool, Option<Unenforced>) {
+    let enforced = cdi::mounted_at(spec, LIBRARY_IN_CONTAINER).is_some();
+    (enforced, (!enforced).then(|| unenforced(None)))
 }
 
 /// Why a container starts without the library.
@@ -383,7 +418,7 @@ fn unenforced(unusable: Option<&Unusable>) -> Unenforced {
         Some(unusable) => (unusable.code(), unusable.in_report_mode()),
         None => (
             "GrantWithoutLibrary",
-            "the container first started while the node had no library, and what it is given does not change: it runs \
+            "the container first started while the node had no usable library, and what it is given does not change: it runs \
              without limits until its pod is deleted"
                 .to_owned(),
         ),

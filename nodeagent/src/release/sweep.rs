@@ -11,6 +11,7 @@ use super::Releaser;
 use crate::cgroup::Cgroups;
 use crate::error::Error;
 use crate::prepare::{cdi, container_folder, files};
+use crate::state::Grant;
 
 /// How often files without an owner are looked for, and how old they must be.
 pub(super) const SWEEP: Duration = Duration::from_secs(20);
@@ -36,20 +37,13 @@ impl Releaser {
             }
             let folder = container_folder(&self.settings, &grant.pod, &grant.container);
             let removed = self.remove_grant(&grant.grant).and_then(|()| files::remove_folder(&folder));
-            let forgotten = match removed {
-                Ok(()) => self.state.forget(&grant.allocation).await,
+            let withdrawn = match removed {
+                Ok(()) => self.withdraw_bare(grant).await,
                 Err(error) => Err(error),
             };
-            match forgotten {
+            match withdrawn {
                 Ok(()) => {
                     info!(grant = grant.grant, pod_uid = grant.pod, "removed a grant without an allocation");
-                    let event = AuditEvent::GrantWithdrawn {
-                        grant: grant.grant.clone(),
-                        code: "NoAllocation".to_owned(),
-                    };
-                    if let Err(error) = self.audit.append(event).await {
-                        warn!(code = error.code(), "withdrawal not audited");
-                    }
                     self.shared.change(|w| {
                         w.grants.remove(&grant.grant);
                         let uid = AllocationUid::from(grant.allocation.as_str());
@@ -63,6 +57,18 @@ impl Releaser {
                 }
             }
         }
+        self.remove_unowned(cgroups, &grants);
+    }
+
+    /// Forgotten only once it is written down, so that a log that takes no row now gets it at a later sweep.
+    async fn withdraw_bare(&self, grant: &Grant) -> Result<(), Error> {
+        let event =
+            AuditEvent::GrantWithdrawn { grant: grant.grant.clone(), code: "NoAllocation".to_owned() };
+        self.audit.append(event).await?;
+        self.state.forget(&grant.allocation).await
+    }
+
+    fn remove_unowned(&self, cgroups: &Cgroups, grants: &[(Grant, bool)]) {
         let owned = |name: &str| grants.iter().any(|(g, _)| g.grant == name);
         let now = SystemTime::now();
         for (path, name) in

@@ -5,6 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::ListParams;
+use kube::{Api, ResourceExt};
 use mullion_audit::Event as AuditEvent;
 use mullion_core::request::COUNT;
 use mullion_core::units::PodUid;
@@ -12,78 +15,96 @@ use tracing::{debug, warn};
 
 use super::Releaser;
 use crate::checkpoint::{self, Owner};
-use crate::state::Key;
-use crate::world::{PodSeen, World};
+use crate::error::Error;
+use crate::world::World;
 
 /// How old a grant is before it is asked what became of it, in seconds: the kubelet writes its checkpoint right after
 /// `Allocate`, and the pod's watch may lag.
 const SETTLED: i64 = 60;
 
-/// Grants that nobody will use: old ones that the kubelet's checkpoint has not, or has for a pod that is gone or ended.
-fn unused(
-    issued: &BTreeMap<String, i64>,
-    owners: &[Owner],
-    pods: &BTreeMap<PodUid, PodSeen>,
-    now: i64,
-) -> BTreeSet<String> {
-    let lives = |owner: &Owner| pods.get(&owner.pod).is_some_and(|pod| !pod.ended);
-    let waiting: BTreeSet<&str> =
-        owners.iter().filter(|o| lives(o)).filter_map(|o| o.grant.as_deref()).collect();
-    let old = issued.iter().filter(|(_, at)| now.saturating_sub(**at) >= SETTLED).map(|(grant, _)| grant);
-    old.filter(|grant| !waiting.contains(grant.as_str())).cloned().collect()
+/// What became of old grants that nobody has filled.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Fates {
+    /// Nobody will: the kubelet's checkpoint has them not, or for a pod that ended or was seen to go.
+    over: BTreeSet<String>,
+    /// The checkpoint has them for a pod that was not seen: gone, or only not here yet.
+    absent: BTreeMap<String, PodUid>,
 }
 
-/// Takes in what the kubelet gives to whom, and answers with the grants that are over; those are forgotten.
-fn settle(world: &mut World, owners: &[Owner], now: i64) -> BTreeSet<String> {
-    let filled = |grant: &String| world.grants.contains_key(grant);
-    let known: Vec<String> = world.issued.keys().filter(|g| filled(g)).cloned().collect();
-    for grant in known {
-        world.issued.remove(&grant);
+fn fates(world: &World, owners: &[Owner], now: i64) -> Fates {
+    let mut fates = Fates::default();
+    let Some(pods) = &world.pods else { return fates };
+    let is_old = |at: i64| now.saturating_sub(at) >= SETTLED;
+    for grant in world.issued.iter().filter(|(_, at)| is_old(**at)).map(|(grant, _)| grant) {
+        let owner = owners.iter().find(|o| o.grant.as_ref() == Some(grant));
+        match owner.map(|owner| (&owner.pod, pods.get(&owner.pod))) {
+            Some((_, Some(pod))) if !pod.ended => {}
+            Some((uid, None)) if !world.deleted_pods.contains(uid) => {
+                fates.absent.insert(grant.clone(), uid.clone());
+            }
+            _ => {
+                fates.over.insert(grant.clone());
+            }
+        }
     }
-    let Some(pods) = &world.pods else { return BTreeSet::new() };
-    let over = unused(&world.issued, owners, pods, now);
-    world.issued.retain(|grant, _| !over.contains(grant));
-    over
+    fates
 }
 
 impl Releaser {
-    /// Withdraws what nobody will use, and keeps what is still open for the next run; `kept` is what is kept already. What
-    /// was issued in the seconds before a crash stays open in the log.
-    pub(super) async fn withdraw_unused(&self, kept: &mut BTreeMap<String, i64>) {
-        if self.shared.read(|w| !w.issued.is_empty()) {
-            // Nothing is concluded from a checkpoint that cannot be read.
-            let Ok(bytes) = tokio::fs::read(self.settings.checkpoint()).await else { return };
-            let Ok(owners) = checkpoint::parse(&bytes, COUNT) else { return };
-            let now = Timestamp::now().as_second();
-            let mut over = BTreeSet::new();
+    /// Withdraws what nobody will use. What cannot be written down now is found again later, or by the next run, from the
+    /// log.
+    pub(super) async fn withdraw_unused(&self) {
+        self.shared.change_if(|world| {
+            let World { issued, grants, .. } = world;
+            issued.retain(|grant, _| !grants.contains_key(grant));
+            false
+        });
+        if self.shared.read(|w| w.issued.is_empty()) {
+            return;
+        }
+        // Nothing is concluded from a checkpoint that cannot be read.
+        let Ok(bytes) = tokio::fs::read(self.settings.checkpoint()).await else { return };
+        let Ok(owners) = checkpoint::parse(&bytes, COUNT) else { return };
+        let now = Timestamp::now().as_second();
+        let Fates { mut over, absent } = self.shared.read(|w| fates(w, &owners, now));
+        if !absent.is_empty() {
+            match self.pods_here().await {
+                Ok(here) => {
+                    over.extend(absent.into_iter().filter(|(_, pod)| !here.contains(pod)).map(|(g, _)| g));
+                }
+                Err(error) => {
+                    debug!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "pods not known");
+                }
+            }
+        }
+        for grant in over {
+            debug!(grant, "no container will use this grant");
+            let event = AuditEvent::GrantWithdrawn { grant: grant.clone(), code: "Unused".to_owned() };
+            if let Err(error) = self.audit.append(event).await {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "withdrawal not audited");
+                return;
+            }
             self.shared.change_if(|world| {
-                over = settle(world, &owners, now);
+                world.issued.remove(&grant);
                 false
             });
-            for grant in over {
-                debug!(grant, "no container will use this grant");
-                let event = AuditEvent::GrantWithdrawn { grant, code: "Unused".to_owned() };
-                if let Err(error) = self.audit.append(event).await {
-                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "withdrawal not audited");
-                }
-            }
         }
-        let open = self.shared.read(|w| w.issued.clone());
-        if open != *kept {
-            match self.state.put(Key::Issued, &open).await {
-                Ok(()) => *kept = open,
-                Err(error) => {
-                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "open grants not kept");
-                }
-            }
-        }
+    }
+
+    /// The pods of this node as the API server has them now: a watch may be behind, or broken off.
+    async fn pods_here(&self) -> Result<BTreeSet<PodUid>, Error> {
+        let node = &self.settings.node;
+        let here = ListParams::default().fields(&format!("spec.nodeName={node}"));
+        let api: Api<Pod> = Api::all(self.client.clone());
+        let pods = api.list_metadata(&here).await.map_err(Error::api(format!("list pods of node {node}")))?;
+        Ok(pods.items.iter().filter_map(|pod| pod.uid().map(PodUid)).collect())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::Grant;
+    use crate::world::PodSeen;
 
     #[test]
     fn a_grant_whose_pod_went_before_its_container_started_is_over() {
@@ -96,42 +117,31 @@ mod tests {
         let pod = |uid: &str, ended| (uid.into(), PodSeen { ended, ..PodSeen::default() });
         let now = 1000;
         let issued = [
-            ("of-a-pod-that-is-gone", 0),
+            ("of-a-pod-that-was-seen-to-go", 0),
+            ("of-one-that-was-not-seen", 0),
             ("of-one-that-ended", 0),
             ("of-one-that-waits", 0),
             ("admitted-no-further", 0),
             ("just-issued", now - SETTLED + 1),
-            ("filled", 0),
         ];
-        let grant = Grant {
-            grant: "filled".to_owned(),
-            allocation: "a".to_owned(),
-            pod: "lives".to_owned(),
-            container: "main".to_owned(),
-            device_ids: Vec::new(),
-            enforced: true,
-            unenforced: None,
-        };
         let mut world = World {
             issued: issued.map(|(grant, at)| (grant.to_owned(), at)).into(),
-            grants: BTreeMap::from([("filled".to_owned(), grant)]),
+            deleted_pods: BTreeSet::from(["gone".into()]),
             ..World::default()
         };
         let owners = [
-            owner("gone", "of-a-pod-that-is-gone"),
+            owner("gone", "of-a-pod-that-was-seen-to-go"),
+            owner("absent", "of-one-that-was-not-seen"),
             owner("ended", "of-one-that-ended"),
             owner("lives", "of-one-that-waits"),
-            owner("lives", "filled"),
         ];
-        assert!(settle(&mut world, &owners, now).is_empty(), "pods are not known yet");
+        assert_eq!(fates(&world, &owners, now), Fates::default(), "pods are not known yet");
         world.pods = Some(BTreeMap::from([pod("lives", false), pod("ended", true)]));
-        let over = settle(&mut world, &owners, now);
-        let names = |grants: [&str; 3]| BTreeSet::from(grants.map(str::to_owned));
-        assert_eq!(over, names(["admitted-no-further", "of-a-pod-that-is-gone", "of-one-that-ended"]));
-        assert_eq!(world.issued.keys().collect::<Vec<_>>(), ["just-issued", "of-one-that-waits"]);
-        assert!(settle(&mut world, &owners, now).is_empty(), "once");
-        // Its pod is deleted: as is the rule for one that never gets its allocation.
-        world.pods = Some(BTreeMap::new());
-        assert_eq!(settle(&mut world, &owners, now), BTreeSet::from(["of-one-that-waits".to_owned()]));
+        let over = ["admitted-no-further", "of-a-pod-that-was-seen-to-go", "of-one-that-ended"];
+        let want = Fates {
+            over: over.map(str::to_owned).into(),
+            absent: [("of-one-that-was-not-seen".to_owned(), "absent".into())].into(),
+        };
+        assert_eq!(fates(&world, &owners, now), want);
     }
 }

@@ -60,6 +60,46 @@ fn an_unknown_file_beside_costs_no_series() {
     assert_eq!(series(&mut node), before);
 }
 
+/// A `StatefulSet` makes its pod anew while something of the former one still holds its slice: both would have the same
+/// series, and a scrape with one that stands twice is refused as a whole.
+#[test]
+fn of_two_pods_of_one_name_the_one_that_lives_has_the_series() {
+    let mut node = Node::new();
+    let limit = |node: &mut Node| {
+        let driver = sample(&["GPU-0"], &[], 0);
+        let looked = node.look(Some(&driver));
+        let looked_after: Vec<_> = looked.snapshot.containers.iter().map(|c| c.pod.uid.clone()).collect();
+        let text = scrape(looked.snapshot);
+        let mut series: Vec<&str> =
+            text.lines().filter(|l| !l.starts_with('#')).map(|l| l.rsplit_once(' ').unwrap().0).collect();
+        let all = series.len();
+        series.sort_unstable();
+        series.dedup();
+        assert_eq!(series.len(), all, "{text}");
+        let limits = lines(&text, "mullion_container_memory_limit_bytes");
+        let limits = limits.iter().map(|l| l.rsplit_once(' ').unwrap().1.parse::<u64>().unwrap() / MIB);
+        (limits.collect::<Vec<_>>(), looked_after)
+    };
+    node.pod_named("web-0", 7, "b", &["main"], &[("GPU-0", 4096, 30)]);
+    assert_eq!(limit(&mut node), (vec![4096], vec!["b".to_owned()]));
+    // Deleted, and what is left of it shows as long as its name is nobody else's.
+    node.world.pods.as_mut().unwrap().remove(&"b".into());
+    assert_eq!(limit(&mut node).0, [4096]);
+    node.pod_named("web-0", 8, "a", &["main"], &[("GPU-0", 2048, 30)]);
+    let both = vec!["a".to_owned(), "b".to_owned()];
+    assert_eq!(limit(&mut node), (vec![2048], both.clone()), "the former one is still looked after");
+    // After a restart, before the pods are known.
+    node.world.pods = None;
+    assert_eq!(limit(&mut node), (vec![2048], both));
+    // One of HAMi's takes the name.
+    node.world.pods = Some(std::collections::BTreeMap::new());
+    node.run("h", &["main"]);
+    node.world.pods.as_mut().unwrap().get_mut(&"h".into()).unwrap().name = "web-0".to_owned();
+    hami::folder(&node.folder("h", "main"));
+    hami::write(&node.folder("h", "main").join("x.cache"), Layout::V1_2, "GPU-0", MIB, MIB);
+    assert_eq!(limit(&mut node).0, [1]);
+}
+
 #[test]
 fn what_a_container_did_is_a_row_each_minute() {
     let mut node = Node::new();

@@ -8,5 +8,6 @@ mod full_disk;
 mod given;
 mod history;
 mod log;
+mod open;
 mod replay;
 mod tamper;

@@ -65,6 +65,7 @@ impl Engine {
             bypassed,
             throttled: decision.switch != 0,
             gated,
+            succeeded: target.succeeded,
         });
     }
 

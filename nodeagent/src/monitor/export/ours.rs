@@ -13,9 +13,12 @@ type OfSlice = (&'static str, &'static str, MetricType, fn(&Slice<'_>) -> Option
 
 /// Ours, by card of a container.
 const SLICES: &[OfSlice] = &[
-    ("mullion_container_memory_limit_bytes", "Memory that the container may hold of the card.", GAUGE, |s| {
-        Some(Shown::Whole(s.limit))
-    }),
+    (
+        "mullion_container_memory_limit_bytes",
+        "Memory that the container may hold of the card; of pods of one name, the last one's, as in all series of containers.",
+        GAUGE,
+        |s| Some(Shown::Whole(s.limit)),
+    ),
     (
         "mullion_container_memory_used_bytes",
         "Memory that the container holds of the card, by the library's account.",
@@ -182,7 +185,7 @@ impl Exporter {
         }
         for (name, help, kind, number) in CONTAINERS {
             let mut family = family(encoder, name, help, *kind)?;
-            for c in &snapshot.containers {
+            for c in snapshot.shown() {
                 let Some(number) = number(c) else { continue };
                 let labels = [
                     ("node", node),

@@ -79,6 +79,18 @@ impl Node {
 
     /// A pod of one running container each with the same slices, as `PreStartContainer` leaves it.
     pub fn pod(&mut self, pod: &str, containers: &[&str], slices: &[Slice<'_>]) {
+        self.pod_named(&format!("{pod}-name"), 1, pod, containers, slices);
+    }
+
+    /// The same with a name of its own, and a place in the order of allocations.
+    pub fn pod_named(
+        &mut self,
+        name: &str,
+        sequence: i64,
+        pod: &str,
+        containers: &[&str],
+        slices: &[Slice<'_>],
+    ) {
         let device = |(card, mib, percent): &Slice<'_>| Device {
             uuid: (*card).to_owned(),
             memory_mib: i64::try_from(*mib).unwrap(),
@@ -86,9 +98,9 @@ impl Node {
             ..Device::default()
         };
         let spec = VGPUAllocationSpec {
-            pod: PodReference { name: format!("{pod}-name"), uid: pod.to_owned() },
+            pod: PodReference { name: name.to_owned(), uid: pod.to_owned() },
             node_name: "node-a".to_owned(),
-            sequence: 1,
+            sequence,
             containers: containers
                 .iter()
                 .map(|name| ContainerAllocation {
@@ -119,6 +131,8 @@ impl Node {
             self.world.grants.insert(grant, record);
         }
         self.run(pod, containers);
+        let seen = self.world.pods.as_mut().unwrap().get_mut(&pod.into()).unwrap();
+        name.clone_into(&mut seen.name);
     }
 
     /// How a container of a pod wants its share of compute to be held.

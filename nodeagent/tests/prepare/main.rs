@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
+mod restart;
+mod withdrawn;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -63,13 +66,15 @@ impl Node {
             driver_cdi_dirs: Some(vec![at("etc-cdi")]),
             state_dir: Some(at("state")),
             hook_dir: Some(at("vgpu")),
+            cgroup_mount: Some(at("cgroup")),
             enforcement: Some(Enforcement::Report),
             ..Args::default()
         })
         .unwrap();
-        for folder in ["plugins", "cdi", "etc-cdi", "state", "vgpu"] {
+        for folder in ["plugins", "cdi", "etc-cdi", "state", "vgpu", "cgroup", "cgroup/kubepods"] {
             std::fs::create_dir(at(folder)).unwrap();
         }
+        std::fs::write(at("cgroup/cgroup.controllers"), "").unwrap();
         if driver_spec {
             let device = |i: u32| serde_json::json!({"name": i.to_string(), "containerEdits": {"deviceNodes": [{"path": format!("/dev/nvidia{i}")}]}});
             let spec = serde_json::json!({
@@ -187,7 +192,7 @@ async fn a_container_gets_its_nodes_limits_page_and_a_fresh_usage_file() {
     let grant = grant_name("pod-1", "main");
     let root = node.root.path().display().to_string();
     let want: Value = serde_json::from_str(
-        &include_str!("golden/grant.json").replace("@ROOT@", &root).replace("@GRANT@", &grant),
+        &include_str!("../golden/grant.json").replace("@ROOT@", &root).replace("@GRANT@", &grant),
     )
     .unwrap();
     assert_eq!(node.spec(&grant), want);
@@ -357,6 +362,8 @@ async fn a_call_that_is_given_up_leaves_no_spec_without_an_owner() {
         let (pod, slot) = (format!("pod-{polls}"), format!("slot-{:04}", polls % 10_000));
         owners.extend(node.pod(&pod, &[("main", Kind::App, &[slot.as_str()])], true));
         node.checkpoint(&owners);
+        let name = grant_name(&pod, "main");
+        node.shared.change(|w| w.issued.insert(name.clone(), 0));
         {
             let call = node.preparer.prepare([slot].into());
             tokio::pin!(call);
@@ -378,122 +385,16 @@ async fn a_call_that_is_given_up_leaves_no_spec_without_an_owner() {
             let kept = node.state.grants().await.unwrap();
             assert!(kept.iter().any(|g| g.grant == grant), "{name} after {polls} polls");
         }
+        // What the log calls filled is not withdrawn later. A row is written even where its call was given up.
+        node.audit.append_many(Vec::new()).await.unwrap();
+        let mut log = AuditReader::open(node.settings.state_dir.join("audit.db")).await.unwrap();
+        let filled =
+            log.list(&Filter { kind: Some("Prepared".to_owned()), ..Filter::default() }).await.unwrap();
+        let is_filled = filled.iter().any(|row| row.grant.as_ref() == Some(&name));
+        assert!(!is_filled || node.shared.read(|w| !w.issued.contains_key(&name)), "after {polls} polls");
         // The next one finds an empty card.
         let uid = format!("uid-of-{pod}");
         node.shared.change(|w| w.mark(&uid.as_str().into(), |f| f.released = true));
     }
     assert!(given_up > 0 && done > 0, "{given_up} given up, {done} done");
-}
-
-/// A small shared library of this machine, whichever it is: the loader's own maps show one.
-fn some_library() -> PathBuf {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let is_libc = |word: &&str| word.contains("/libc.so") || word.contains("/libc-");
-    maps.split_whitespace().find(is_libc).unwrap().into()
-}
-
-/// With the library on the node a container gets exactly that file, whatever comes later.
-#[tokio::test]
-async fn a_container_gets_the_library_of_its_time() {
-    let mut node = Node::new(true).await;
-    node.settings.enforcement = Enforcement::Required;
-    node.state.close().await;
-    node.audit.close().await;
-    let node = Node::start(node.root, node.settings, node.shared).await;
-    let owners = node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true);
-    node.checkpoint(&owners);
-    assert_eq!(node.prepare(&["slot-0000"]).await, Err("HookMissing"));
-    std::fs::write(&node.settings.hook_library, "no library").unwrap();
-    assert_eq!(node.prepare(&["slot-0000"]).await, Err("HookInvalid"));
-    let libc = &some_library();
-    std::fs::copy(libc, &node.settings.hook_library).unwrap();
-    node.prepare(&["slot-0000"]).await.unwrap();
-    let mounts = |spec: &Value| {
-        let mounts = spec["devices"][0]["containerEdits"]["mounts"].as_array().unwrap().clone();
-        let pair = |m: &Value| {
-            let text = |key: &str| m[key].as_str().unwrap().to_owned();
-            (text("containerPath"), text("hostPath"))
-        };
-        mounts.iter().map(pair).collect::<BTreeMap<_, _>>()
-    };
-    let first = mounts(&node.spec(&grant_name("pod-1", "main")));
-    let library = &first["/usr/local/vgpu/libvgpu.so"];
-    let place = node.settings.libraries_dir().display().to_string();
-    assert!(library.starts_with(&place) && library.ends_with("/libvgpu.so"), "{library}");
-    assert_eq!(std::fs::read(library).unwrap(), std::fs::read(libc).unwrap());
-    let preload = std::fs::read_to_string(&first["/etc/ld.so.preload"]).unwrap();
-    assert_eq!(preload, "/usr/local/vgpu/libvgpu.so\n");
-
-    // An update: the container that restarts has what it had, the next one what is new.
-    let mut newer = std::fs::read(libc).unwrap();
-    newer.push(0);
-    std::fs::write(&node.settings.hook_library, newer).unwrap();
-    let mut owners = owners;
-    owners.extend(node.pod("pod-2", &[("main", Kind::App, &["slot-0001"])], true));
-    node.checkpoint(&owners);
-    node.prepare(&["slot-0000"]).await.unwrap();
-    node.prepare(&["slot-0001"]).await.unwrap();
-    assert_eq!(mounts(&node.spec(&grant_name("pod-1", "main"))), first);
-    let second = mounts(&node.spec(&grant_name("pod-2", "main")));
-    assert_ne!(&second["/usr/local/vgpu/libvgpu.so"], library);
-}
-
-/// A grant's content never changes within a boot: with another card behind the name, the container does not start.
-#[tokio::test]
-async fn a_grant_that_would_change_is_refused() {
-    let node = Node::new(true).await;
-    node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
-    node.prepare(&["slot-0000"]).await.unwrap();
-    let before = node.spec(&grant_name("pod-1", "main"));
-    node.shared.change(|w| {
-        let card = &mut w.cards.as_mut().unwrap().get_mut("GPU-0").unwrap().card;
-        card.minor = 1;
-    });
-    assert_eq!(node.prepare(&["slot-0000"]).await, Err("GrantChanged"));
-    assert_eq!(node.spec(&grant_name("pod-1", "main")), before);
-}
-
-/// Where containers start without limits, it is kept why: no library is not the same as a bad one.
-#[tokio::test]
-async fn a_container_without_limits_has_the_reason_on_record() {
-    let node = Node::new(true).await;
-    let owners = node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true);
-    node.checkpoint(&owners);
-    let kept = |grants: Vec<mullion_nodeagent::state::Grant>| {
-        let [grant] = grants.as_slice() else { panic!("{grants:?}") };
-        let why = grant.unenforced.clone().unwrap();
-        assert!(!grant.enforced && why.message.contains("without limits"), "{why:?}");
-        why.code
-    };
-    node.prepare(&["slot-0000"]).await.unwrap();
-    assert_eq!(kept(node.state.grants().await.unwrap()), "HookMissing");
-    std::fs::write(&node.settings.hook_library, "no library").unwrap();
-    node.prepare(&["slot-0000"]).await.unwrap();
-    assert_eq!(kept(node.state.grants().await.unwrap()), "HookInvalid");
-    assert_eq!(kept(node.shared.read(|w| w.grants.values().cloned().collect())), "HookInvalid");
-    // The spec that it started with stays, so the library that comes now is not in it; and where limits are required,
-    // it is no spec to start with.
-    std::fs::copy(some_library(), &node.settings.hook_library).unwrap();
-    node.prepare(&["slot-0000"]).await.unwrap();
-    assert_eq!(kept(node.state.grants().await.unwrap()), "GrantWithoutLibrary");
-    node.state.close().await;
-    node.audit.close().await;
-    let Node { root, mut settings, shared, .. } = node;
-    settings.enforcement = Enforcement::Required;
-    let node = Node::start(root, settings, shared).await;
-    assert_eq!(node.prepare(&["slot-0000"]).await, Err("GrantChanged"));
-}
-
-/// The other way round: a library that has left the node is still in what the container was given.
-#[tokio::test]
-async fn a_container_keeps_its_limits_when_the_library_leaves_the_node() {
-    let node = Node::new(true).await;
-    node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
-    std::fs::copy(some_library(), &node.settings.hook_library).unwrap();
-    for _ in 0..2 {
-        node.prepare(&["slot-0000"]).await.unwrap();
-        let grants = node.state.grants().await.unwrap();
-        assert!(grants[0].enforced && grants[0].unenforced.is_none(), "{grants:?}");
-        let _ = std::fs::remove_file(&node.settings.hook_library);
-    }
 }

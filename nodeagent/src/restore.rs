@@ -1,0 +1,261 @@
+//! What a former run left: the state file first, then the audit log, which knows what the state file has lost.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use mullion_audit::Event as AuditEvent;
+use mullion_core::facts::Event;
+use mullion_crds::gpunode::GPUNode;
+use mullion_crds::vgpuallocation::VGPUAllocation;
+use tracing::{info, warn};
+
+use crate::audit::{Audit, Held, carried_over};
+use crate::config::Settings;
+use crate::error::Error;
+use crate::prepare::{by_spec, cdi};
+use crate::release;
+use crate::state::{Key, State};
+use crate::world::{Shared, World};
+
+/// The kernel's name of this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// What is known of a former run before anybody is asked.
+pub(crate) struct Restored {
+    /// The world as it was left.
+    pub world: World,
+    /// The slots that the kubelet was offered.
+    pub offered: Vec<String>,
+    /// Where the state file is lost: what the specs say that were there, by grant.
+    pub specs: BTreeMap<String, cdi::Spec>,
+}
+
+/// Reads the state file.
+pub(crate) async fn restore(settings: &Settings, state: &State) -> Result<Restored, Error> {
+    let boot_id = std::fs::read_to_string(BOOT_ID).map_err(Error::file("read", BOOT_ID))?;
+    let boot_id = boot_id.trim().to_owned();
+    let mut world = World { node: settings.node.clone(), boot_id: boot_id.clone(), ..World::default() };
+    world.node_uid = state.get(Key::NodeUid).await?.unwrap_or_default();
+    world.observation = state.get(Key::Observation).await?.unwrap_or_default();
+    world.gpunode = state.get::<GPUNode>(Key::GpuNode).await?;
+    let same_boot = state.get::<String>(Key::BootId).await?.as_ref() == Some(&boot_id);
+    let specs = if state.fresh { specs(&settings.cdi_dir) } else { BTreeMap::new() };
+    if same_boot {
+        world.cards = state.get(Key::Cards).await?;
+    } else {
+        // Minors and uuids of an earlier boot prove nothing; the kubelet asks again for every container.
+        release::remove_specs(&settings.cdi_dir)?;
+        state.put(Key::BootId, &boot_id).await?;
+    }
+    world.refold_node();
+    for object in state.allocations::<VGPUAllocation>().await? {
+        if object.spec.node_name == settings.node.as_str() {
+            world.see_allocation(object);
+        }
+    }
+    for grant in state.grants().await? {
+        world.mark(&grant.allocation.as_str().into(), |fact| fact.prepared = true);
+        world.grants.insert(grant.grant.clone(), grant);
+    }
+    let folders = [("hookDir", &settings.hook_dir), ("cdiDir", &settings.cdi_dir)];
+    keep_folders(&folders, state, same_boot && !world.grants.is_empty()).await?;
+    let offered: Vec<String> = state.get(Key::Slots).await?.unwrap_or_default();
+    Ok(Restored { world, offered, specs })
+}
+
+/// The specs of grants that lie in `cdi_dir`.
+fn specs(cdi_dir: &Path) -> BTreeMap<String, cdi::Spec> {
+    let entries = std::fs::read_dir(cdi_dir).into_iter().flatten().flatten();
+    let spec = |entry: std::fs::DirEntry| {
+        let name = entry.file_name().into_string().ok()?;
+        let spec = serde_json::from_slice(&std::fs::read(entry.path()).ok()?).ok()?;
+        Some((cdi::grant_of(&name)?.to_owned(), spec))
+    };
+    entries.filter_map(spec).collect()
+}
+
+/// Keeps where containers' files are; `in_use` while there may be containers that have some (MO-04).
+async fn keep_folders(now: &[(&str, &PathBuf)], state: &State, in_use: bool) -> Result<(), Error> {
+    let now: BTreeMap<String, PathBuf> =
+        now.iter().map(|(setting, path)| ((*setting).to_owned(), (*path).clone())).collect();
+    let before: BTreeMap<String, PathBuf> = state.get(Key::Folders).await?.unwrap_or_default();
+    if in_use {
+        for (setting, now) in &now {
+            if let Some(before) = before.get(setting).filter(|before| *before != now) {
+                let (setting, before, now) = (setting.clone(), before.clone(), now.clone());
+                return Err(Error::FolderMoved { setting, before, now });
+            }
+        }
+    }
+    if before == now { Ok(()) } else { state.put(Key::Folders, &now).await }
+}
+
+/// Opens the audit log, takes from it what a former run knew, and writes down that this one has begun.
+pub(crate) async fn start_log(
+    audit: Audit,
+    shared: Arc<Shared>,
+    state: State,
+    specs: BTreeMap<String, cdi::Spec>,
+) {
+    let (node, boot_id) = shared.read(|w| (w.node.clone(), w.boot_id.clone()));
+    let new = audit.open(&node).await;
+    if state.fresh {
+        rebuild(&audit, &shared, &state, &specs).await;
+    }
+    match audit.open_grants().await {
+        Ok(open) => shared.change_if(|world| {
+            for (grant, at) in open {
+                // Filled while the log was read.
+                if !world.grants.contains_key(&grant) {
+                    world.issued.entry(grant).or_insert(at);
+                }
+            }
+            false
+        }),
+        Err(error) => {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "open grants not known");
+        }
+    }
+    let event = AuditEvent::AgentStarted { boot_id, agent_version: env!("CARGO_PKG_VERSION").to_owned() };
+    if let Err(error) = audit.append(event).await {
+        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
+    }
+    let rows = if new { shared.read(carried_over) } else { Vec::new() };
+    if !rows.is_empty() {
+        warn!(
+            rows = rows.len(),
+            "the audit log is new and the agent is not: what is held is written down again"
+        );
+        if let Err(error) = audit.append_many(rows).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not carried over");
+        }
+    }
+}
+
+/// Takes from the audit log what is held. Whether a container has the library its spec says, where there is one.
+async fn rebuild(audit: &Audit, shared: &Shared, state: &State, specs: &BTreeMap<String, cdi::Spec>) {
+    let node = shared.read(|w| w.node.clone());
+    let Held { facts, mut grants } = match audit.held(&node).await {
+        Ok(held) => held,
+        Err(error) => {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not rebuilt");
+            return;
+        }
+    };
+    info!(allocations = facts.len(), grants = grants.len(), "rebuilt from the audit log");
+    for grant in &mut grants {
+        if let Some(spec) = specs.get(&grant.grant) {
+            (grant.enforced, grant.unenforced) = by_spec(spec);
+        }
+        if let Err(error) = state.put_grant(grant).await {
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not kept");
+        }
+    }
+    shared.change(|world| {
+        // What the API server has listed meanwhile is all there is.
+        let listed = world.allocations_listed;
+        for fact in facts {
+            if world.allocations.contains_key(&fact.uid) {
+                let (prepared, init_done) = (fact.prepared, fact.init_done);
+                world.mark(&fact.uid, |f| {
+                    f.prepared |= prepared;
+                    f.init_done |= init_done;
+                });
+            } else if !listed {
+                world.ledger.apply(&Event::AllocationObserved(fact));
+            }
+        }
+        for grant in grants {
+            world.grants.entry(grant.grant.clone()).or_insert(grant);
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Args;
+    use crate::state::Grant;
+    use mullion_audit::{AllocationRef, ContainerKind, PodRef, Share};
+    use serde_json::json;
+
+    #[tokio::test]
+    async fn a_folder_in_use_cannot_be_moved() {
+        let place = tempfile::tempdir().unwrap();
+        let state = State::open(&place.path().join("state.db")).await.unwrap();
+        let (old, new) = (PathBuf::from("/usr/local/vgpu"), PathBuf::from("/opt/vgpu"));
+        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
+        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
+        let error = keep_folders(&[("hookDir", &new)], &state, true).await.unwrap_err();
+        assert_eq!(error.code(), "FolderMoved");
+        let told = error.to_string();
+        assert!(
+            told.contains("hookDir") && told.contains("/usr/local/vgpu") && told.contains("/opt/vgpu"),
+            "{told}"
+        );
+        // The refusal changed nothing; without containers that use it, the folder may be another one.
+        keep_folders(&[("hookDir", &old)], &state, true).await.unwrap();
+        keep_folders(&[("hookDir", &new)], &state, false).await.unwrap();
+        assert_eq!(keep_folders(&[("hookDir", &old)], &state, true).await.unwrap_err().code(), "FolderMoved");
+    }
+
+    /// What the log does not say stands in the spec: whether a container has the library.
+    #[tokio::test]
+    async fn with_the_state_lost_a_grants_spec_says_whether_its_container_is_held_to_its_limits() {
+        let place = tempfile::tempdir().unwrap();
+        let settings = Settings::load(Args {
+            node_name: Some("n".to_owned()),
+            cdi_dir: Some(place.path().join("cdi")),
+            state_dir: Some(place.path().to_owned()),
+            ..Args::default()
+        })
+        .unwrap();
+        std::fs::create_dir(&settings.cdi_dir).unwrap();
+        let (with, without, unknown) = ("000000000000000a", "000000000000000b", "000000000000000c");
+        for (grant, path) in [(with, "/usr/local/vgpu/libvgpu.so"), (without, "/usr/local/vgpu/control.page")]
+        {
+            let edits =
+                serde_json::from_value(json!({"mounts": [{"hostPath": "/x", "containerPath": path}]}));
+            let spec = cdi::grant_spec(grant, "0.6.0", edits.unwrap());
+            let text = serde_json::to_vec(&spec).unwrap();
+            std::fs::write(settings.cdi_dir.join(cdi::file_name(grant)), text).unwrap();
+        }
+        let audit = Audit::new(place.path().join("audit.db"));
+        audit.open(&settings.node).await;
+        for grant in [with, without, unknown] {
+            let prepared = AuditEvent::Prepared {
+                allocation: AllocationRef { uid: format!("a-{grant}"), name: "a".to_owned() },
+                pod: PodRef { namespace: "t".to_owned(), name: "p".to_owned(), uid: format!("p-{grant}") },
+                container: "main".to_owned(),
+                container_kind: ContainerKind::App,
+                grant: grant.to_owned(),
+                device_ids: vec!["slot-0000".to_owned()],
+                devices: vec![Share { card: "GPU-0".to_owned(), memory_mib: 1, core_percent: 1, mig: None }],
+            };
+            audit.append(prepared).await.unwrap();
+        }
+        for grant in [with, "000000000000000d"] {
+            let issued = AuditEvent::GrantIssued { grant: grant.to_owned(), device_ids: Vec::new() };
+            audit.append(issued).await.unwrap();
+        }
+        audit.close().await;
+
+        let state = State::open(&place.path().join("state.db")).await.unwrap();
+        let Restored { world, specs, .. } = restore(&settings, &state).await.unwrap();
+        let shared = Shared::new(world);
+        start_log(audit, Arc::clone(&shared), state.clone(), specs).await;
+        let said = |grants: Vec<Grant>| -> Vec<_> {
+            grants.into_iter().map(|g| (g.grant, g.enforced, g.unenforced.map(|why| why.code))).collect()
+        };
+        let want = [
+            (with.to_owned(), true, None),
+            (without.to_owned(), false, Some("GrantWithoutLibrary".to_owned())),
+            (unknown.to_owned(), false, None),
+        ];
+        assert_eq!(said(shared.read(|w| w.grants.values().cloned().collect())), want);
+        assert_eq!(said(state.grants().await.unwrap()), want, "kept");
+        let open: Vec<String> = shared.read(|w| w.issued.keys().cloned().collect());
+        assert_eq!(open, ["000000000000000d"], "what nobody has filled is still to be looked after");
+    }
+}

@@ -1,0 +1,194 @@
+//! Grants that no container will use, from the kubelet's `Allocate` to the row that says so.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use axum::http::{Request, Response};
+use futures::FutureExt;
+use kube::Client;
+use kube::client::Body;
+use mullion_audit::{AuditReader, Filter};
+use mullion_crds::vgpuallocation::Kind;
+use mullion_nodeagent::api::append_facts;
+use mullion_nodeagent::cgroup::Cgroups;
+use mullion_nodeagent::device_plugin::server::{Prepare, Service};
+use mullion_nodeagent::kubelet::deviceplugin::device_plugin_server::DevicePlugin;
+use mullion_nodeagent::kubelet::deviceplugin::{AllocateRequest, ContainerAllocateRequest};
+use mullion_nodeagent::metrics::Metrics;
+use mullion_nodeagent::nvml::DriverHandle;
+use mullion_nodeagent::prepare::library::Library;
+use mullion_nodeagent::release::Releaser;
+use mullion_nodeagent::state::Grant;
+use mullion_nodeagent::world::{PodSeen, Shared};
+use serde_json::json;
+use tokio::sync::{mpsc, watch};
+use tower::service_fn;
+
+use crate::{Node, world};
+
+/// An API server that lists pods of these uids, and does nothing else.
+fn api(pods: &[&str]) -> Client {
+    let items: Vec<_> = pods.iter().map(|uid| json!({"metadata": {"name": uid, "uid": uid}})).collect();
+    let list = json!({
+        "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadataList", "metadata": {}, "items": items,
+    });
+    let service = service_fn(move |request: Request<Body>| {
+        let is_list =
+            request.uri().to_string().starts_with("/api/v1/pods?&fieldSelector=spec.nodeName%3Dnode-a");
+        let (status, body) = if is_list { (200, list.to_string()) } else { (500, request.uri().to_string()) };
+        let answer = Response::builder().status(status).body(Body::from(body.into_bytes())).unwrap();
+        async move { Ok::<_, Infallible>(answer) }
+    });
+    Client::new(service, "default")
+}
+
+impl Node {
+    /// What the agent does from time to time, while the API server has these pods.
+    async fn tidy(&self, pods: &[&str]) {
+        let metrics = Arc::new(Metrics::default());
+        let releaser = Releaser {
+            client: api(pods),
+            shared: Arc::clone(&self.shared),
+            state: self.state.clone(),
+            audit: self.audit.clone(),
+            driver: DriverHandle::start(Some("/nonexistent".into()), Arc::clone(&metrics)).unwrap(),
+            library: Library::new(&self.settings),
+            settings: self.settings.clone(),
+            metrics,
+        };
+        let settings = &self.settings;
+        releaser.tidy(&Cgroups::new(settings.cgroup_mount.clone(), &settings.cgroup_root)).await;
+    }
+
+    /// `Allocate` for one container, as the kubelet calls it: the grant's name.
+    async fn issue(&self, slot: &str) -> String {
+        let prepare: Prepare = Arc::new(|_| async { Ok(()) }.boxed());
+        let (facts, received) = mpsc::unbounded_channel();
+        let (_, slots) = watch::channel(Arc::new(Vec::new()));
+        let service = Service::new(slots, prepare, Arc::clone(&self.shared), Arc::default(), facts);
+        let devices_ids = vec![slot.to_owned()];
+        let container_requests = vec![ContainerAllocateRequest { devices_ids }];
+        let request = tonic::Request::new(AllocateRequest { container_requests });
+        let answer = service.allocate(request).await.unwrap().into_inner();
+        drop(service);
+        append_facts(self.audit.clone(), received).await;
+        let name = &answer.container_responses[0].cdi_devices[0].name;
+        name.split_once('=').unwrap().1.to_owned()
+    }
+
+    /// Another run of the agent, with these pods in its watch.
+    async fn restart(self, pods: &[&str]) -> Self {
+        self.state.close().await;
+        self.audit.close().await;
+        let seen = |uid: &&str| ((*uid).into(), PodSeen::default());
+        let mut world = world();
+        world.pods = Some(pods.iter().map(seen).collect());
+        world.allocations_listed = true;
+        let node = Self::start(self.root, self.settings, Shared::new(world)).await;
+        let open = node.audit.open_grants().await.unwrap();
+        let grants = node.state.grants().await.unwrap();
+        node.shared.change(|w| {
+            w.issued = open;
+            w.grants = grants.into_iter().map(|g| (g.grant.clone(), g)).collect();
+        });
+        node
+    }
+
+    /// Time passes for the grants that are open.
+    fn pass(&self) {
+        self.shared.change(|w| w.issued.values_mut().for_each(|at| *at -= 1000));
+    }
+
+    fn open(&self) -> BTreeSet<String> {
+        self.shared.read(|w| w.issued.keys().cloned().collect())
+    }
+
+    /// Rows `GrantWithdrawn` of the log: grant and code.
+    async fn withdrawn(&self) -> Vec<(String, String)> {
+        let mut reader = AuditReader::open(self.settings.state_dir.join("audit.db")).await.unwrap();
+        let filter = Filter { kind: Some("GrantWithdrawn".to_owned()), ..Filter::default() };
+        let rows = reader.list(&filter).await.unwrap();
+        rows.into_iter().map(|row| (row.grant.unwrap(), row.code.unwrap())).collect()
+    }
+
+    /// The log takes no rows from now on, or again.
+    fn block_log(&self, block: bool) {
+        let log = self.settings.state_dir.join("audit.db");
+        let aside = log.with_extension("aside");
+        if block { std::fs::rename(log, aside) } else { std::fs::rename(aside, log) }.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_grant_that_nobody_will_use_is_withdrawn_once_over_restarts_and_a_full_disk() {
+    let node = Node::new(true).await;
+    let mut owners = Vec::new();
+    let mut grants = BTreeMap::new();
+    for (pod, slot) in [("runs", "slot-0000"), ("waits", "slot-0001"), ("goes", "slot-0002")] {
+        let mut owner = node.pod(pod, &[("main", Kind::App, &[slot])], pod == "runs");
+        let grant = node.issue(slot).await;
+        owner[0].grant = Some(grant.clone());
+        grants.insert(pod, grant);
+        owners.extend(owner);
+    }
+    node.checkpoint(&owners);
+    node.prepare(&["slot-0000"]).await.unwrap();
+    let lonely = node.issue("slot-0003").await;
+
+    // Killed right after: nothing but the log knows of what was issued. The state file has not even what was filled.
+    node.state.forget("uid-of-runs").await.unwrap();
+    let node = node.restart(&["runs", "waits"]).await;
+    let open: BTreeSet<String> = [&grants["waits"], &grants["goes"], &lonely].map(Clone::clone).into();
+    assert_eq!(node.open(), open);
+    node.tidy(&["runs", "waits"]).await;
+    assert_eq!(node.withdrawn().await, [], "too young");
+
+    // The watch may be behind: what it has not is asked for.
+    node.pass();
+    let unused = |grant: &String| (grant.clone(), "Unused".to_owned());
+    node.tidy(&["runs", "waits", "goes"]).await;
+    assert_eq!(node.withdrawn().await, [unused(&lonely)]);
+
+    // A log that takes no row loses none.
+    node.block_log(true);
+    node.tidy(&["runs", "waits"]).await;
+    assert!(node.open().contains(&grants["goes"]));
+    node.block_log(false);
+    node.tidy(&["runs", "waits"]).await;
+    let want = [unused(&lonely), unused(&grants["goes"])];
+    assert_eq!(node.withdrawn().await, want);
+    assert_eq!(node.open(), [grants["waits"].clone()].into());
+
+    let node = node.restart(&["runs", "waits"]).await;
+    node.pass();
+    node.tidy(&["runs", "waits"]).await;
+    assert_eq!(node.withdrawn().await, want);
+    assert_eq!(node.open(), [grants["waits"].clone()].into());
+}
+
+/// One whose allocation was taken away by hand, likewise.
+#[tokio::test]
+async fn a_grant_without_an_allocation_is_forgotten_only_once_that_is_written_down() {
+    let node = Node::new(true).await;
+    let grant = Grant {
+        grant: "0123456789abcdef".to_owned(),
+        allocation: "gone".to_owned(),
+        pod: "pod".to_owned(),
+        container: "main".to_owned(),
+        device_ids: Vec::new(),
+        enforced: true,
+        unenforced: None,
+    };
+    node.state.put_grant(&grant).await.unwrap();
+    let node = node.restart(&[]).await;
+    node.block_log(true);
+    node.tidy(&[]).await;
+    assert_eq!(node.state.grants().await.unwrap(), std::slice::from_ref(&grant));
+    assert!(node.shared.read(|w| w.grants.contains_key(&grant.grant)));
+    node.block_log(false);
+    node.tidy(&[]).await;
+    assert_eq!(node.withdrawn().await, [(grant.grant.clone(), "NoAllocation".to_owned())]);
+    assert_eq!(node.state.grants().await.unwrap(), []);
+    assert!(node.shared.read(|w| w.grants.is_empty()));
+}
