@@ -18,15 +18,15 @@ use sessions::{MIB, Place, Session};
 #[test]
 #[ignore = "needs the built library with fault points"]
 fn whoever_dies_at_any_point_leaves_nothing() {
-    const LIMIT: u64 = 64 * MIB;
+    const LIMIT: u64 = 128 * MIB;
     // Claiming a slot of a dead process; all families; refusals, in which the dead are reaped.
-    const STEPS: [&str; 24] = [
+    const STEPS: [&str; 34] = [
         "init",
         "primary 0",
         "alloc a 4194304",
         "alloc p 1000",
         "alloc q 2000",
-        "refuse 67108864",
+        "refuse 134217728",
         "create h 4194304 0",
         "reserve va 4194304",
         "map va h 0 4194304",
@@ -41,6 +41,16 @@ fn whoever_dies_at_any_point_leaves_nothing() {
         "launch g",
         "trim-graphs 0",
         "managed m 4194304",
+        "array t 16 16",
+        "array u 16 16",
+        "destroy-array t",
+        "destroy-array u",
+        "module mm 5000000",
+        "context c 0",
+        "heap 41943040",
+        "destroy-context c",
+        "primary 0",
+        "unload mm",
         "free a",
         "free p",
         "free q",
@@ -61,7 +71,7 @@ fn whoever_dies_at_any_point_leaves_nothing() {
         true
     };
     let place = || {
-        let mut place = Place::new().limited(LIMIT);
+        let mut place = Place::new().contexts_of(4).limited(LIMIT);
         place.library = common::library_with_faults();
         place
     };
@@ -83,12 +93,12 @@ fn whoever_dies_at_any_point_leaves_nothing() {
         let _ = victim.child.kill();
         victim.child.wait().unwrap();
         let begun = Instant::now();
-        survivor.done("alloc a 67108864");
+        survivor.done(&format!("alloc a {}", 124 * MIB));
         assert!(begun.elapsed() < Duration::from_secs(1), "point {point}: {:?}", begun.elapsed());
         assert_eq!(survivor.used(), LIMIT, "point {point}");
         survivor.done("free a");
         // What it only asked for stands in the way of nobody; it is shown until dead slots are looked for again.
-        while survivor.used() != 0 {
+        while survivor.used() != 4 * MIB {
             assert!(begun.elapsed() < Duration::from_millis(1500), "point {point}: {}", survivor.used());
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -235,3 +235,20 @@ fn two_first_processes_of_containers_are_each_charged_their_own() {
     session.end();
     rest(neighbour);
 }
+
+/// The driver lists processes by their pids on the host, and the agent says this one's when its first context is there already.
+#[test]
+#[ignore = "needs the built library"]
+fn a_host_pid_that_the_agent_tells_late_is_used() {
+    let mut place = place("host");
+    place.set("FAKE_CUDA_LOAD_US", "1000");
+    let mut session = place.ready();
+    let pid = u32::try_from(session.ask("pid")[1]).unwrap();
+    // Behind the pid as the container counts.
+    let at = mullion_region::usage::slot_offset(0).unwrap() + 4;
+    sessions::write_at(&place.usage(), &((1_u32 << 22) + pid).to_le_bytes(), at);
+    let neighbour = place.busy("neighbour.cache");
+    none(&off(&mut session, 20, Session::used), "told late");
+    rest(neighbour);
+    session.end();
+}

@@ -44,13 +44,6 @@ impl Claim {
     }
 }
 
-/// Settled bytes that the driver is asked to take back: [`Account::freed`] or [`Account::kept`].
-#[must_use = "bytes on their way back stay charged"]
-#[derive(Debug, PartialEq, Eq)]
-pub struct Return {
-    bytes: u64,
-}
-
 /// No room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused {
@@ -224,35 +217,12 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         self.mine.claimed.fetch_sub(bytes);
     }
 
-    /// The driver is about to be asked to take back `bytes` that were settled: before that, so that
-    /// [`Self::is_in_flight`] tells of it, and so that a claim which finds no room knows that some may come.
-    #[inline]
-    pub fn begin_free(&self, bytes: u64) -> Return {
-        self.mine.settled.fetch_sub(bytes);
-        Return { bytes }
-    }
-
-    /// The driver took them back.
-    #[expect(clippy::needless_pass_by_value, reason = "bytes go back once")]
-    #[inline]
-    pub fn freed(&self, bytes: Return) {
-        let Return { bytes } = bytes;
-        self.total.fetch_sub(bytes);
-        self.mine.claimed.fetch_sub(bytes);
-    }
-
-    /// The driver did not take them back.
-    #[expect(clippy::needless_pass_by_value, reason = "bytes stay once")]
-    pub fn kept(&self, bytes: Return) {
-        let Return { bytes } = bytes;
-        self.mine.settled.fetch_add(bytes);
-    }
-
     /// The driver took back `bytes` that were settled.
     #[inline]
     pub fn free(&self, bytes: u64) {
-        let bytes = self.begin_free(bytes);
-        self.freed(bytes);
+        self.mine.settled.fetch_sub(bytes);
+        self.total.fetch_sub(bytes);
+        self.mine.claimed.fetch_sub(bytes);
     }
 
     /// Charges `bytes` that the driver gave without being asked for memory (contexts, modules), within the limit or not.
@@ -314,7 +284,7 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         self.total.load()
     }
 
-    /// Whether this process has bytes between the driver and the account: asked for and not settled, or on their way back.
+    /// Whether this process has asked for bytes of which the driver's word is not in yet.
     #[must_use]
     pub fn is_in_flight(&self) -> bool {
         self.mine.claimed.load() != self.mine.settled.load()

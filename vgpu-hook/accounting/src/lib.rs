@@ -8,8 +8,7 @@
 //! * `account.open()`: once, when the slot's lock byte is held; frees what its last owner left.
 //! * `account.claim(bytes, &mut peers)? -> Claim`, then the driver's allocation, then `account.settle(claim)` (or
 //!   `settle_at(claim, real)` where the driver took another amount), or `account.undo(claim)` on the driver's error.
-//! * `account.begin_free(bytes) -> Return` before the driver's free, then `account.freed(bytes)`, or `account.kept(bytes)`
-//!   on the driver's error; `account.free(bytes)` for what is gone already.
+//! * `account.free(bytes)` after the driver's free.
 //! * `account.force(bytes)` for what the driver gave unasked; `account.adjust(old, new)` for a pool's reserve.
 //! * `account.reap(slot)` with that slot's byte held; `account.used()`, `account.total()`, `account.own_used()`.
 //! * [`Peers`]: `take(slot)` tries the slot's lock byte, `give_back(slot)` releases it, `pause(units)` waits.
@@ -27,7 +26,7 @@
 //!           CAS T -> T + q while T + q <= L                  : admitted
 //!           else T += q; sum of C over all slots <= L        : admitted
 //!                else T -= q; C -= q; reap the dead; wait; again, at most 8 times; refuse
-//! settle:   B += q                      free:   B -= q; the driver's free; T -= q; C -= q     (its error: B += q)
+//! settle:   B += q                      free:   B -= q; T -= q; C -= q
 //! undo:     T -= q; C -= q              reap (lock byte held):  b = swap(B, 0); T -= b; C = 0
 //! ```
 //!
@@ -68,6 +67,6 @@ mod account;
 mod table;
 mod word;
 
-pub use account::{ATTEMPTS, Account, Claim, Peers, Refused, Return, Slot, Tries};
+pub use account::{ATTEMPTS, Account, Claim, Peers, Refused, Slot, Tries};
 pub use table::{Entry, LEVELS, Pieces, Table, TableError, piece_len};
 pub use word::{Cell, Mark, Word};

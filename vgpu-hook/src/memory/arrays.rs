@@ -8,7 +8,7 @@
 //! by the blocks that they have. Whether a new one took a block, or the end of one gave a block back, is seen by looking
 //! before and after, and held between what is certain: they have at least as many blocks as their sizes fill, at most one
 //! for each, and none when there are none. Where the look does not say it clearly, a new one took a block, and an end gave
-//! none back.
+//! none back. Where an image is being loaded for long meanwhile, what cannot be told apart from it is charged with the image.
 
 use core::ffi::c_uint;
 use core::sync::atomic::AtomicU64;
@@ -245,8 +245,7 @@ fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut C
         charge::undo_advance(now.card, paid, result);
         return (made, result);
     }
-    // A block, where nobody can say.
-    let taken = u64::from(blocks_taken(&looking, before, glance()).unwrap_or(1) != 0);
+    let taken = blocks_taken(&looking, now.card, before, glance()).unwrap_or(1);
     if !settle_small(now, paid, needed, taken) {
         destroy_at_driver(kind, made);
         now.card.memory.free(paid);
@@ -294,7 +293,11 @@ fn create_unknown(
     }
     let seen = looking.change(before, glance()).map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
     if seen <= BLOCK && least <= blocks::LARGEST_PIECE {
-        settle_small(now, paid, least, u64::from(seen > 0));
+        if !settle_small(now, paid, least, u64::from(seen > 0)) {
+            destroy_at_driver(kind, made);
+            now.card.memory.free(paid);
+            return REFUSED;
+        }
         enter(now, kind, made, Kind::SmallArray, least);
         return (made, result);
     }
@@ -312,13 +315,26 @@ fn create_unknown(
 }
 
 /// Blocks that one small array took from the one look to the other: one or none. `None` where something else is seen.
-fn blocks_taken(looking: &Alone<'_>, before: Glance, after: Glance) -> Option<u64> {
+fn blocks_taken(looking: &Alone<'_>, card: &Card, before: Glance, after: Glance) -> Option<u64> {
+    if looking.is_overlapped(card) {
+        // Whatever it took is found by the measurement that is under way.
+        return Some(0);
+    }
     let taken = looking.change(before, after)?;
     if taken == 0 || taken == BLOCK.cast_signed() {
         return Some(u64::from(taken != 0));
     }
     looking.is_disturbed();
     None
+}
+
+/// Blocks that the end of one gave back.
+fn blocks_given_back(looking: &Alone<'_>, card: &Card, before: Glance, after: Glance) -> u64 {
+    if looking.is_overlapped(card) {
+        // If it gave none back, the measurement that is under way finds that one more is in use.
+        return 1;
+    }
+    blocks_taken(looking, card, after, before).unwrap_or(0)
 }
 
 #[cold]
@@ -427,15 +443,13 @@ fn destroy(kind: Kind, handle: CUarray, real: impl FnOnce() -> CUresult) -> CUre
         }
         return result;
     }
-    container.books.measuring.heed();
-    let bytes = card.memory.begin_free(entry.size);
+    let _hidden = container.books.measuring.hidden();
     container::fault_point();
     let result = real();
     container::fault_point();
     if result.is_ok() {
-        card.memory.freed(bytes);
+        card.memory.free(entry.size);
     } else {
-        card.memory.kept(bytes);
         let _ = put_back();
     }
     result
@@ -455,7 +469,7 @@ fn destroy_small(
     let result = real();
     container::fault_point();
     if result.is_ok() {
-        let given_back = blocks_taken(&looking, glance(), before).unwrap_or(0);
+        let given_back = blocks_given_back(&looking, card, before, glance());
         container.books.small_arrays.gone(card, entry.size, given_back);
     }
     result

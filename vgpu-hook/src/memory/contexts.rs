@@ -126,6 +126,7 @@ impl<'c> Making<'c> {
             }
             if !charge_context(container, card, paid, bytes) {
                 release();
+                card.memory.free(paid);
                 return false;
             }
             let entry = Entry { size: bytes, card: card.index, kind: Kind::Context as u8, note: context };
@@ -136,19 +137,14 @@ impl<'c> Making<'c> {
     }
 }
 
-/// Charges `bytes` where `paid` are charged; whether the limit has room for them. Where not, nothing is charged.
+/// Charges `bytes` where `paid` are charged; whether the limit has room for them. Where not, `paid` stay charged.
 fn charge_context(container: &Container, card: &Card, paid: u64, bytes: u64) -> bool {
     if bytes <= paid {
         card.memory.free(paid - bytes);
         return true;
     }
     let more = charge::ask(container, card, bytes - paid);
-    let fits = more.is_some();
-    match more {
-        Some(more) => charge::settle(card, more),
-        None => card.memory.free(paid),
-    }
-    fits
+    more.map(|more| charge::settle(card, more)).is_some()
 }
 
 /// What to charge for a context by what was seen, where other ones took `known` (0: that is not known). Only this process's own figure says more
@@ -224,6 +220,7 @@ pub(crate) unsafe fn primary_retain(
         // SAFETY: the caller's own arguments.
         return unsafe { real(context, device) };
     }
+    container.books.measuring.prepare(card);
     let _held = container.books.contexts.lock.lock();
     if looks::primary_is_active(device) {
         // SAFETY: the caller's own arguments.
@@ -354,6 +351,7 @@ fn create(
         Err(Pass::Refused(result)) => return result,
         _ => return real(context),
     };
+    container.books.measuring.prepare(card);
     let _held = container.books.contexts.lock.lock();
     let Some(making) = Making::begin(container, card) else { return CUresult::OUT_OF_MEMORY };
     container::fault_point();

@@ -96,6 +96,16 @@ impl Graphs {
         pool.lock.try_lock().is_some_and(|held| trim(container, card, pool, &held))
     }
 
+    /// As [`Self::observe_all`] without waiting for a pool that is held; whether none was.
+    pub(super) fn try_observe_all(&self, container: &Container) -> bool {
+        let observe = |card: &Card| {
+            let Some(pool) = self.pool(card) else { return true };
+            let held = pool.lock.try_lock();
+            held.map(|held| follow(container, card, pool, &held)).is_some()
+        };
+        !self.any.load(Relaxed) || container.cards().all(observe)
+    }
+
     /// Takes stock of the cards whose pools hold anything.
     pub(super) fn observe_all(&self, container: &Container) {
         if self.any.load(Relaxed) {

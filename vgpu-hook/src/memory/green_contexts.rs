@@ -29,6 +29,7 @@ pub(crate) unsafe fn green_create(
         // SAFETY: the caller's own arguments.
         _ => return unsafe { real(context, resources, device, flags) },
     };
+    container.books.measuring.prepare(card);
     let _held = container.books.contexts.lock.lock();
     let retain = driver::function!(
         cuDevicePrimaryCtxRetain: unsafe extern "C" fn(*mut CUcontext, CUdevice) -> CUresult

@@ -327,15 +327,13 @@ pub(super) fn free_by(pointer: CUdeviceptr, when: When, real: impl FnOnce() -> C
     if entry.kind != Kind::Blocks as u8 {
         return free_part(container, card, pointer, &entry, when, real);
     }
-    container.books.measuring.heed();
-    let bytes = card.memory.begin_free(entry.size);
+    let _hidden = container.books.measuring.hidden();
     container::fault_point();
     let result = real();
     container::fault_point();
     if result.is_ok() || is_gone(container, pointer, result) {
-        card.memory.freed(bytes);
+        card.memory.free(entry.size);
     } else {
-        card.memory.kept(bytes);
         let _ = container.books.pointers.insert(pointer, &entry);
     }
     result

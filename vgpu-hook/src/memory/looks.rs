@@ -136,6 +136,11 @@ impl Nvml {
         Self { devices: [const { AtomicUsize::new(0) }; MAX_DEVICES] }
     }
 
+    /// Has NVML loaded and the card found in it, as far as that can be.
+    pub(super) fn prepare(&self, card: &Card) {
+        let _ = self.device(card);
+    }
+
     fn device(&self, card: &Card) -> Option<Device> {
         let place = self.devices.get(usize::from(card.index))?;
         let known = place.load(Relaxed);

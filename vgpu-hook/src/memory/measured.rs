@@ -2,9 +2,9 @@
 //!
 //! The difference holds whatever else happened meanwhile, so:
 //! * **This process's other threads** must not be between the driver and the books while one looks. Whoever looks asks for
-//!   silence: threads wait before they go to the driver, for a few ms at most, and those that are there already are waited for
-//!   (C and B of the account differ then, and [`Measuring::hidden`] tells of the rest). What they did before and after
-//!   stands in the books, and is taken out.
+//!   silence: threads wait before they go to the driver, and those that are there already are waited for (C and B of the
+//!   account differ while something is asked for, and [`Measuring::hidden`] tells of what goes back), for [`LOOK_NS`] at most.
+//!   What they did before and after stands in the books, and is taken out.
 //! * **Other processes** do not matter where NVML lists this one with its own figure: that is asked for then. Which entry
 //!   is this process's is known by its number, and believed only if the entry came when this process made its first context:
 //!   a driver that counts processes as the host does may list another one by that number.
@@ -25,11 +25,19 @@ use crate::container::{Card, Container, Held, Lock, thread};
 use crate::sys;
 
 const PAUSE_NS: u64 = 100_000;
-/// Pauses of [`PAUSE_NS`] in one look, for calls that are at the driver and for looks that were disturbed: 0.5 s, since a thread may
-/// lose its core in the middle of one. A free that waits for a kernel can take longer.
-const PAUSES: u32 = 5_000;
-/// The same for a while after a look that waited in vain: 1 ms, since whoever it waited for is likely still there.
-const PAUSES_AFTER: u32 = 10;
+/// How long one look waits for calls that are at the driver, and for looks that were disturbed: a thread may lose its core in
+/// the middle of one. A free that waits for a kernel can take longer.
+const LOOK_NS: u64 = 100_000_000;
+/// The same for a while after a look that waited in vain, since whoever it waited for is likely still there.
+const LOOK_AFTER_NS: u64 = 1_000_000;
+/// How long a measurement waits for another one.
+const TURN_NS: u64 = 500_000_000;
+/// The same for what is over at once.
+const SHORT_TURN_NS: u64 = 20_000_000;
+/// How long a thread waits for the silence of another one to end: longer than a look takes.
+const PATIENCE_NS: u64 = 500_000_000;
+/// A wait on a word is looked after so often, in case nobody wakes the waiter.
+const SLICE_NS: u64 = 10_000_000;
 /// How long something counts as recent.
 const RECENT_NS: u64 = 1_000_000_000;
 /// Pauses in which a measurement waits for another one: 2 s.
@@ -45,7 +53,7 @@ pub(crate) struct Measuring {
     /// Not 0 while one looks.
     silence: AtomicU32,
     /// Calls at the driver of which the account does not tell.
-    hidden: AtomicU32,
+    hidden: Apart,
     /// When a look waited in vain, coarse ns; 0 = none did.
     in_vain_ns: AtomicU64,
     /// When a look was disturbed by another container, coarse ns; 0 = none was.
@@ -56,13 +64,45 @@ pub(crate) struct Measuring {
     cards: [UnderWay; MAX_DEVICES],
 }
 
+/// On a cache line of its own: it changes with each free, and what lies beside it is read with each call.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Apart(AtomicU32);
+
 /// Measurements of one card that have begun and not ended, and from where they count.
 #[derive(Debug)]
 struct UnderWay {
     count: AtomicU32,
     /// The thread that began the last one: what it does within its own measurement does not wait for that.
     thread: AtomicUsize,
+    /// Not 0 when somebody waited in vain for those under way: nobody else does.
+    is_long: AtomicU32,
     base: [AtomicI64; WAYS],
+}
+
+impl UnderWay {
+    /// One has begun; whether it is the only one.
+    fn begins(&self) -> bool {
+        self.thread.store(thread(), Relaxed);
+        self.count.fetch_add(1, Relaxed) == 0
+    }
+
+    /// One has ended.
+    fn ends(&self) {
+        if self.count.fetch_sub(1, Relaxed) == 1 {
+            self.is_long.store(0, Relaxed);
+        }
+        sys::futex_wake(self.count.as_ptr());
+    }
+
+    /// Whether a measurement of another thread is under way.
+    fn is_anothers(&self) -> bool {
+        self.count.load(Relaxed) != 0 && self.thread.load(Relaxed) != thread()
+    }
+}
+
+fn now_ns() -> u64 {
+    sys::clock::coarse_ns()
 }
 
 /// Ways to look: by CUDA, by NVML, at this process alone.
@@ -110,19 +150,15 @@ pub(super) enum Trust {
 }
 
 impl Taken {
-    /// Bytes taken, at most `most` where other containers could have moved the figure.
+    /// Bytes taken, at most `most`: other containers could have moved the card's figure, and the process's own what the driver
+    /// does by itself (it brings in managed memory, and what is freed may stand in NVML's list for a moment).
     pub(super) fn more(self, most: u64) -> u64 {
-        self.bounded(self.bytes, most)
+        u64::try_from(self.bytes).unwrap_or(0).min(most)
     }
 
     /// Bytes given back, at most `most` as above.
     pub(super) fn less(self, most: u64) -> u64 {
-        self.bounded(self.bytes.saturating_neg(), most)
-    }
-
-    fn bounded(self, bytes: i64, most: u64) -> u64 {
-        let bytes = u64::try_from(bytes).unwrap_or(0);
-        if self.trust == Trust::Full { bytes } else { bytes.min(most) }
+        u64::try_from(self.bytes.saturating_neg()).unwrap_or(0).min(most)
     }
 }
 
@@ -142,7 +178,7 @@ pub(super) struct Hidden<'m>(&'m Measuring);
 
 impl Drop for Hidden<'_> {
     fn drop(&mut self) {
-        self.0.hidden.fetch_sub(1, SeqCst);
+        self.0.hidden.0.fetch_sub(1, SeqCst);
     }
 }
 
@@ -163,6 +199,11 @@ impl Alone<'_> {
         let seen = self.measuring.look(container, card, from, self.own);
         let by = |way: usize| seen.by.get(way).copied().flatten().filter(|_| seen.is_quiet);
         Glance { on_card: by(BY_CUDA), own: by(ALONE) }
+    }
+
+    /// Whether a measurement is under way at the same time, which will find what cannot be told apart from it.
+    pub(super) fn is_overlapped(&self, card: &Card) -> bool {
+        self.measuring.under_way(card).is_some_and(UnderWay::is_anothers)
     }
 
     /// By how much what is in use has grown from `before` to `after`; `None` where that cannot be told.
@@ -214,7 +255,7 @@ impl Measuring {
         Self {
             lock: Lock::new(),
             silence: AtomicU32::new(0),
-            hidden: AtomicU32::new(0),
+            hidden: Apart(AtomicU32::new(0)),
             in_vain_ns: AtomicU64::new(0),
             disturbed_ns: AtomicU64::new(0),
             own_pid: AtomicU32::new(0),
@@ -223,6 +264,7 @@ impl Measuring {
                 UnderWay {
                     count: AtomicU32::new(0),
                     thread: AtomicUsize::new(0),
+                    is_long: AtomicU32::new(0),
                     base: [const { AtomicI64::new(NONE) }; WAYS],
                 }
             }; MAX_DEVICES],
@@ -239,94 +281,100 @@ impl Measuring {
 
     #[cold]
     fn wait_for_end_of_silence(&self) {
-        for _ in 0..PATIENCE {
-            if self.silence.load(SeqCst) == 0 {
-                return;
-            }
-            let _ = sys::futex_wait(self.silence.as_ptr(), 1, PAUSE_NS);
+        let began = now_ns();
+        while self.silence.load(SeqCst) != 0 && now_ns().saturating_sub(began) < PATIENCE_NS {
+            let _ = sys::futex_wait(self.silence.as_ptr(), 1, SLICE_NS);
         }
     }
 
     /// Tells those who look of a call that the account does not tell of.
     pub(super) fn hidden(&self) -> Hidden<'_> {
         self.heed();
-        self.hidden.fetch_add(1, SeqCst);
+        self.hidden.0.fetch_add(1, SeqCst);
         Hidden(self)
     }
 
     fn is_busy(&self, card: &Card) -> bool {
-        self.hidden.load(SeqCst) != 0 || card.memory.is_in_flight()
-    }
-
-    /// How many pauses a look may make.
-    fn pauses(&self) -> u32 {
-        if is_recent(&self.in_vain_ns) { PAUSES_AFTER } else { PAUSES }
+        self.hidden.0.load(SeqCst) != 0 || card.memory.is_in_flight()
     }
 
     /// Looks at the card in silence. The lock is held.
     fn look(&self, container: &Container, card: &Card, from: From, alone: bool) -> Uncounted {
         self.silence.store(1, SeqCst);
         let _silence = Silence(self);
-        let mut seen = Uncounted { by: [None; WAYS], is_quiet: false };
-        let (mut pauses, most) = (0, self.pauses());
-        let mut pause = || {
-            pauses += 1;
+        let most = if is_recent(&self.in_vain_ns) { LOOK_AFTER_NS } else { LOOK_NS };
+        let began = now_ns();
+        let pause = || {
             sys::sleep_ns(PAUSE_NS);
-            pauses < most
+            now_ns().saturating_sub(began) < most
         };
         let mut is_first = true;
         loop {
             while self.is_busy(card) && pause() {}
-            container.books.pools.observe_all(container);
-            container.books.graphs.observe_all(container);
-            let counted = (card.memory.total(), card.memory.own_used());
-            let free = looks::free_bytes(&self.nvml, card, from);
-            let own = if alone { self.own_bytes(card) } else { None };
-            container.books.pools.observe_all(container);
-            container.books.graphs.observe_all(container);
-            let is_own_quiet =
-                counted == (card.memory.total(), card.memory.own_used()) && !self.is_busy(card);
-            let way = if from == From::Nowhere { BY_NVML } else { BY_CUDA };
-            seen.by = [None; WAYS];
-            if let Some(place) = seen.by.get_mut(way) {
-                *place = free.map(|free| -signed(free) - signed(counted.0));
+            let (seen, is_own_quiet) = self.look_once(container, card, from, alone);
+            let knows_own = seen.by.get(ALONE).copied().flatten().is_some();
+            if seen.is_quiet || (is_own_quiet && knows_own) {
+                return seen;
             }
-            if let Some(place) = seen.by.get_mut(ALONE) {
-                *place = own.map(|own| signed(own) - signed(counted.1));
-            }
-            seen.is_quiet = is_own_quiet && (own.is_some() || !card.memory.is_any_in_flight());
-            if core::mem::take(&mut is_first) && !seen.is_quiet && own.is_none() {
+            if core::mem::take(&mut is_first) && !knows_own {
                 // What a dead process left half done would look busy for ever.
                 card.memory.reap_dead(&mut container.peers());
             }
-            if seen.is_quiet || !pause() {
-                if !seen.is_quiet {
-                    self.in_vain_ns.store(sys::clock::coarse_ns(), Relaxed);
-                }
-                if let Some(place) = seen.by.get_mut(ALONE).filter(|_| !is_own_quiet) {
-                    *place = None;
-                }
+            if !pause() {
+                self.in_vain_ns.store(now_ns(), Relaxed);
                 return seen;
             }
         }
     }
 
-    /// Keeps all other looks at the card away, in turn with other measurements: for what is over at once.
+    /// One look; also whether nothing of this process disturbed it.
+    fn look_once(&self, container: &Container, card: &Card, from: From, alone: bool) -> (Uncounted, bool) {
+        // Who holds a pool is at the driver with it, perhaps for long.
+        let follow = || {
+            let pools = container.books.pools.try_observe_all(container);
+            container.books.graphs.try_observe_all(container) && pools
+        };
+        let followed = follow();
+        let (total, own_used) = (card.memory.total(), card.memory.own_used());
+        let free = looks::free_bytes(&self.nvml, card, from);
+        let own = if alone { self.own_bytes(container, card) } else { None };
+        let is_own_quiet = follow() && followed && own_used == card.memory.own_used() && !self.is_busy(card);
+        // What other processes of the container do shows in the card's figures only.
+        let is_quiet = is_own_quiet && total == card.memory.total() && !card.memory.is_any_in_flight();
+        let on_card = free.map(|free| -signed(free) - signed(total));
+        let own = own.filter(|_| is_own_quiet).map(|own| signed(own) - signed(own_used));
+        let by = if from == From::Nowhere { [None, on_card, own] } else { [on_card, None, own] };
+        (Uncounted { by, is_quiet }, is_own_quiet)
+    }
+
+    /// Has NVML loaded and the card found in it. To be called without a lock: the loader waits for a thread that is loading a
+    /// library, whose constructors may make a context.
+    pub(super) fn prepare(&self, card: &Card) {
+        self.nvml.prepare(card);
+    }
+
+    /// Keeps all other looks at the card away, in turn with other measurements unless they take long: for what is over at
+    /// once.
     pub(super) fn alone(&self, card: &Card) -> Alone<'_> {
-        let held = self.lock_in_turn(card);
+        let held = self.lock_in_turn(card, SHORT_TURN_NS);
         let own = is_recent(&self.disturbed_ns) && self.own_pid.load(Relaxed) != 0;
         Alone { measuring: self, own, _held: held }
     }
 
     /// This process's bytes on the card, by NVML's list. `None` where they are not known.
-    fn own_bytes(&self, card: &Card) -> Option<u64> {
-        let pid = self.own_pid.load(Relaxed);
-        if pid == 0 {
-            return None;
-        }
+    fn own_bytes(&self, container: &Container, card: &Card) -> Option<u64> {
+        let pid = match self.own_pid.load(Relaxed) {
+            // As the host counts: the agent says it when it has looked, and is right.
+            0 => container.own_pids().first().copied().filter(|pid| *pid != 0)?,
+            known => known,
+        };
         let listing = self.nvml.processes(card)?;
-        // Where it is not listed it has no context.
-        if listing.names(pid) { listing.bytes_of(pid) } else { Some(0) }
+        if listing.names(pid) {
+            self.own_pid.store(pid, Relaxed);
+            return listing.bytes_of(pid);
+        }
+        // One that was listed before has no context where it is not.
+        (self.own_pid.load(Relaxed) != 0).then_some(0)
     }
 
     /// Begins to measure what the driver is about to take from `card`, by this process's own figure if `alone` and it can be
@@ -369,7 +417,7 @@ impl Measuring {
         is_first: bool,
         prepare: impl FnOnce(),
     ) -> Measurement<'c> {
-        let _held = self.lock_in_turn(card);
+        let _held = self.lock_in_turn(card, TURN_NS);
         prepare();
         let mut newcomers = [0; 2];
         let mut seen = self.look(container, card, from, alone);
@@ -382,8 +430,7 @@ impl Measuring {
             }
         }
         if let Some(under_way) = self.under_way(card) {
-            under_way.thread.store(thread(), Relaxed);
-            let is_only = under_way.count.fetch_add(1, Relaxed) == 0;
+            let is_only = under_way.begins();
             for (base, seen) in under_way.base.iter().zip(seen.by) {
                 if is_only || base.load(Relaxed) == NONE {
                     base.store(seen.unwrap_or(NONE), Relaxed);
@@ -393,20 +440,22 @@ impl Measuring {
         Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet }
     }
 
-    /// The lock, when no measurement of the card is under way or after a while.
-    fn lock_in_turn(&self, card: &Card) -> Held<'_> {
-        let is_anothers = |under_way: &UnderWay| {
-            under_way.count.load(Relaxed) != 0 && under_way.thread.load(Relaxed) != thread()
-        };
-        for _ in 0..TURN {
+    /// The lock, when no measurement of the card is under way; or after a while, for all who wait for the same one together.
+    fn lock_in_turn(&self, card: &Card, most_ns: u64) -> Held<'_> {
+        let began = now_ns();
+        loop {
             let held = self.lock.lock();
-            if !self.under_way(card).is_some_and(is_anothers) {
+            let Some(other) = self.under_way(card).filter(|other| other.is_anothers()) else { return held };
+            if now_ns().saturating_sub(began) >= most_ns {
+                other.is_long.store(1, Relaxed);
+            }
+            if other.is_long.load(Relaxed) != 0 {
                 return held;
             }
+            let count = other.count.load(Relaxed);
             drop(held);
-            sys::sleep_ns(PAUSE_NS);
+            let _ = sys::futex_wait(other.count.as_ptr(), count, SLICE_NS);
         }
-        self.lock.lock()
     }
 
     fn under_way(&self, card: &Card) -> Option<&UnderWay> {
@@ -430,7 +479,7 @@ impl Measurement<'_> {
         let measuring = &self.container.books.measuring;
         let _held = measuring.lock.lock();
         if let Some(under_way) = measuring.under_way(self.card) {
-            under_way.count.fetch_sub(1, Relaxed);
+            under_way.ends();
         }
     }
 
@@ -445,7 +494,7 @@ impl Measurement<'_> {
         let Some(under_way) = measuring.under_way(card) else {
             return settle(&looking, None);
         };
-        under_way.count.fetch_sub(1, Relaxed);
+        under_way.ends();
         settle(&looking, difference(&seen, &under_way.base))
     }
 }
@@ -490,15 +539,14 @@ mod tests {
     }
 
     #[test]
-    fn only_what_neighbours_can_move_is_bounded() {
-        for (case, bytes, trust, more, less) in [
-            ("its own figure", 500, Trust::Full, 500, 0),
-            ("the card's", 500, Trust::Card, 400, 0),
-            ("given back", -500, Trust::Busy, 0, 400),
-            ("given back by its own figure", -500, Trust::Full, 0, 500),
-            ("nothing", 0, Trust::Card, 0, 0),
+    fn what_is_taken_has_bounds() {
+        for (case, bytes, more, less) in [
+            ("as seen", 300, 300, 0),
+            ("more than can be", 500, 400, 0),
+            ("given back", -500, 0, 400),
+            ("nothing", 0, 0, 0),
         ] {
-            let taken = Taken { bytes, trust };
+            let taken = Taken { bytes, trust: Trust::Full };
             assert_eq!((taken.more(400), taken.less(400)), (more, less), "{case}");
         }
     }
@@ -508,9 +556,9 @@ mod tests {
         let measuring = Measuring::new();
         measuring.heed();
         let hidden = measuring.hidden();
-        assert_eq!(measuring.hidden.load(SeqCst), 1);
+        assert_eq!(measuring.hidden.0.load(SeqCst), 1);
         drop(hidden);
-        assert_eq!(measuring.hidden.load(SeqCst), 0);
+        assert_eq!(measuring.hidden.0.load(SeqCst), 0);
         measuring.silence.store(1, SeqCst);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| measuring.heed());

@@ -188,15 +188,13 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
     let key = key_of(kind, handle.addr() as u64);
     let Some(entry) = container.books.objects.take(key) else { return real() };
     let Some(card) = container.card_at(entry.card) else { return real() };
-    container.books.measuring.heed();
-    let bytes = card.memory.begin_free(entry.size);
+    let _hidden = container.books.measuring.hidden();
     container::fault_point();
     let result = real();
     container::fault_point();
     if result.is_ok() {
-        card.memory.freed(bytes);
+        card.memory.free(entry.size);
     } else {
-        card.memory.kept(bytes);
         let _ = container.books.objects.insert(key, &entry);
     }
     result

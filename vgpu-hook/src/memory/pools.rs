@@ -240,14 +240,27 @@ impl Pools {
 
     /// Reads what all pools hold: after a call that may have made any of them give memory back.
     pub(super) fn observe_all(&self, container: &Container) {
+        self.observe_each(container, true);
+    }
+
+    /// The same without waiting for a pool that is held; whether none was.
+    pub(super) fn try_observe_all(&self, container: &Container) -> bool {
+        self.observe_each(container, false)
+    }
+
+    fn observe_each(&self, container: &Container, wait: bool) -> bool {
         if !self.any() {
-            return;
+            return true;
         }
+        let mut all = true;
         for record in self.records() {
             if record.charged.load(Relaxed) == 0 && record.state.load(Relaxed) != ORPHAN {
                 continue;
             }
-            let Some(following) = Self::follow(container, record, true) else { continue };
+            let Some(following) = Self::follow(container, record, wait) else {
+                all &= record.card.load(Relaxed) == UNCOUNTED;
+                continue;
+            };
             if record.state.load(Relaxed) == ORPHAN && record.live.load(Relaxed) == 0 {
                 following.follow(0);
                 record.state.store(FREE, Release);
@@ -255,6 +268,7 @@ impl Pools {
                 following.look();
             }
         }
+        all
     }
 
     /// Makes the pools on `card` give back what they do not use; whether any did. A pool that is held is left alone.

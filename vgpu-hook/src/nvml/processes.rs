@@ -176,11 +176,12 @@ pub(crate) unsafe fn details(
     // SAFETY: every form of the list begins with its version.
     let version = unsafe { list.cast::<c_uint>().read() };
     if version != DETAILS_V1 {
-        // SAFETY: the caller's own arguments.
-        let result = unsafe { real(device, list) };
         // A form that only the driver knows: its answer would show the whole card.
-        let hidden = result == NvmlReturn::SUCCESS && card(device).is_some_and(|card| card.limit().is_some());
-        return if hidden { NvmlReturn::ARGUMENT_VERSION_MISMATCH } else { result };
+        if card(device).is_some_and(|card| card.limit().is_some()) {
+            return NvmlReturn::ARGUMENT_VERSION_MISMATCH;
+        }
+        // SAFETY: the caller's own arguments.
+        return unsafe { real(device, list) };
     }
     // SAFETY: a list of this version.
     let DetailList { mode, entries, .. } = unsafe { list.read() };

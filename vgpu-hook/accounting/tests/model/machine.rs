@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 
-use mullion_accounting::{Account, Claim, Mark, Peers, Refused, Return, Slot, Tries, Word};
+use mullion_accounting::{Account, Claim, Mark, Peers, Refused, Slot, Tries, Word};
 
 /// Processes and slots.
 pub const PROCESSES: usize = 3;
@@ -169,9 +169,7 @@ pub enum Call {
     Attempt { bytes: u64, tries: Tries },
     Settle { bytes: u64 },
     Undo { bytes: u64 },
-    BeginFree { bytes: u64 },
-    Freed { bytes: u64 },
-    Kept { bytes: u64 },
+    Free { bytes: u64 },
 }
 
 /// What a call came to.
@@ -291,6 +289,10 @@ impl Word for ModelWord<'_> {
         match (replay.fault, self.at) {
             // Never added, so not to be taken off.
             (Fault::TotalAfterSum, At::Total) if replay.held.take().is_some() => 0,
+            (Fault::TotalBeforeSettled, At::Settled(_)) => {
+                replay.held.set(Some(Op::Sub(self.at, value)));
+                0
+            }
             (Fault::TotalNotAtomic, At::Total) => {
                 let found = replay.result(Op::Load(self.at), 0);
                 replay.result(Op::Store(self.at, found.wrapping_sub(value)), 0);
@@ -381,27 +383,8 @@ fn run(who: usize, call: Call, limit: u64, replay: &Replay) -> Next {
             account.undo(claim(bytes));
             Outcome::Done
         }
-        // Not the crate's code: B only when the driver has taken back, and behind T.
-        Call::BeginFree { .. } if replay.fault == Fault::TotalBeforeSettled => {
-            total.load();
-            Outcome::Done
-        }
-        Call::Freed { bytes } if replay.fault == Fault::TotalBeforeSettled => {
-            total.fetch_sub(bytes);
-            slots[who].settled.fetch_sub(bytes);
-            slots[who].claimed.fetch_sub(bytes);
-            Outcome::Done
-        }
-        Call::BeginFree { bytes } => {
-            let _ = account.begin_free(bytes);
-            Outcome::Done
-        }
-        Call::Freed { bytes } => {
-            account.freed(on_the_way_back(bytes));
-            Outcome::Done
-        }
-        Call::Kept { bytes } => {
-            account.kept(on_the_way_back(bytes));
+        Call::Free { bytes } => {
+            account.free(bytes);
             Outcome::Done
         }
     };
@@ -411,23 +394,11 @@ fn run(who: usize, call: Call, limit: u64, replay: &Replay) -> Next {
 
 /// A claim of `bytes`, which only an account gives out: from one of its own.
 fn claim(bytes: u64) -> Claim {
-    of_another_account(bytes, |account| {
-        account.attempt(bytes, &mut Tries::new(1), &mut NoPeers).expect("an answer").expect("room")
-    })
-}
-
-/// Bytes on their way back, which only an account gives out.
-fn on_the_way_back(bytes: u64) -> Return {
-    of_another_account(bytes, |account| account.begin_free(bytes))
-}
-
-type RealAccount<'a> = Account<'a, std::sync::atomic::AtomicU64, std::sync::atomic::AtomicU32>;
-
-fn of_another_account<T>(limit: u64, ask: impl FnOnce(RealAccount) -> T) -> T {
     use std::sync::atomic::{AtomicU32, AtomicU64};
     let (total, mark) = (AtomicU64::new(0), AtomicU32::new(0));
     let slots = [Slot::<AtomicU64>::default()];
-    ask(Account::new(&total, &slots, &mark, 0, limit).expect("the slot exists"))
+    let account = Account::new(&total, &slots, &mark, 0, bytes).expect("the slot exists");
+    account.attempt(bytes, &mut Tries::new(1), &mut NoPeers).expect("an answer").expect("room")
 }
 
 struct NoPeers;

@@ -37,8 +37,6 @@ enum Phase {
     In(Call, History),
     /// Admitted, the driver's word is awaited.
     Granted(u64),
-    /// The driver is asked to take back a block of this size, and has not done so.
-    Returning(u64),
     /// Had its one answer.
     Over,
 }
@@ -160,7 +158,6 @@ impl State {
                 Phase::In(Call::Attempt { bytes, tries }, History::EMPTY)
             }
             (Call::Open, _) => Phase::Idle,
-            (Call::BeginFree { bytes }, _) => Phase::Returning(bytes),
             _ => answered,
         };
         process.alone &= matches!(process.phase, Phase::In(..));
@@ -215,8 +212,9 @@ impl State {
                     }
                     for (index, bytes) in setting.sizes.iter().enumerate() {
                         if process.blocks[index] > 0 {
-                            let call = Call::BeginFree { bytes: *bytes };
-                            visit(with(Phase::In(call, History::EMPTY)), Label::Returns(who, *bytes))?;
+                            let mut state = with(Phase::In(Call::Free { bytes: *bytes }, History::EMPTY));
+                            state.processes[who].blocks[index] -= 1;
+                            visit(state, Label::DriverFrees(who, *bytes))?;
                         }
                     }
                 }
@@ -229,18 +227,6 @@ impl State {
                         visit(
                             with(Phase::In(Call::Undo { bytes }, History::EMPTY)),
                             Label::DriverFails(who, bytes),
-                        )?;
-                    }
-                }
-                Phase::Returning(bytes) => {
-                    let index = setting.sizes.iter().position(|size| *size == bytes).expect("a size");
-                    let mut state = with(Phase::In(Call::Freed { bytes }, History::EMPTY));
-                    state.processes[who].blocks[index] -= 1;
-                    visit(state, Label::DriverFrees(who, bytes))?;
-                    if setting.driver_fails {
-                        visit(
-                            with(Phase::In(Call::Kept { bytes }, History::EMPTY)),
-                            Label::DriverKeeps(who, bytes),
                         )?;
                     }
                 }
@@ -306,19 +292,13 @@ impl State {
                     number(-4);
                     number(i16::try_from(*bytes).expect("few"));
                 }
-                Phase::Returning(bytes) => {
-                    number(-5);
-                    number(i16::try_from(*bytes).expect("few"));
-                }
                 Phase::In(call, history) => {
                     let (kind, amount, tries) = match call {
                         Call::Open => (0, 0, Tries::new(0)),
                         Call::Attempt { bytes, tries } => (1, *bytes, *tries),
                         Call::Settle { bytes } => (2, *bytes, Tries::new(0)),
                         Call::Undo { bytes } => (3, *bytes, Tries::new(0)),
-                        Call::BeginFree { bytes } => (4, *bytes, Tries::new(0)),
-                        Call::Freed { bytes } => (5, *bytes, Tries::new(0)),
-                        Call::Kept { bytes } => (6, *bytes, Tries::new(0)),
+                        Call::Free { bytes } => (4, *bytes, Tries::new(0)),
                     };
                     number(kind);
                     number(i16::try_from(amount).expect("few"));
@@ -375,9 +355,7 @@ enum Label {
     Ask(usize, u64),
     DriverGives(usize, u64),
     DriverFails(usize, u64),
-    Returns(usize, u64),
     DriverFrees(usize, u64),
-    DriverKeeps(usize, u64),
     Does(usize, Op),
 }
 

@@ -1,0 +1,133 @@
+// What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall free`, `stall open LIBRARY`. Compiled
+// with -DLIBRARY it is a library whose constructor makes a context.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef unsigned long long ptr;
+typedef int res;
+struct array3d { size_t width, height, depth; unsigned format, channels, flags; };
+res cuInit(unsigned);
+res cuDevicePrimaryCtxRetain(void **, int);
+res cuCtxSetCurrent(void *);
+res cuCtxSetLimit(unsigned, size_t);
+res cuMemAlloc_v2(ptr *, size_t);
+res cuMemFree_v2(ptr);
+res cuMemAllocAsync(ptr *, size_t, void *);
+res cuArray3DCreate_v2(void **, const struct array3d *);
+res cuArrayDestroy(void *);
+res cuModuleLoadData(void **, const void *);
+res cuModuleGetFunction(void **, void *, const char *);
+res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+
+#ifdef LIBRARY
+__attribute__((constructor)) static void start(void) {
+  void *context;
+  usleep(300000);
+  if (cuDevicePrimaryCtxRetain(&context, 1)) abort();
+}
+#else
+static void *context;
+static long longest;
+
+static void must(res result) {
+  if (!result) return;
+  fprintf(stderr, "a call answers %d\n", result);
+  exit(4);
+}
+
+static long now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+#define TIMED(call) do { long began = now(); must(call); began = now() - began; if (began > longest) longest = began; } while (0)
+
+static void *load(void *unused) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 2 << 20 };
+  void *module;
+  must(cuCtxSetCurrent(context));
+  must(cuModuleLoadData(&module, image));
+  return unused;
+}
+
+static void *allocate_in_order(void *unused) {
+  ptr address;
+  must(cuCtxSetCurrent(context));
+  must(cuMemAllocAsync(&address, 4 << 20, 0));
+  return unused;
+}
+
+static void *open_library(void *name) {
+  if (!dlopen(name, RTLD_NOW)) { fprintf(stderr, "%s\n", dlerror()); exit(5); }
+  return name;
+}
+
+static void arrays_and_limits(void) {
+  struct array3d shape = { 16, 16, 0, 1, 1, 0 };
+  void *array;
+  for (int i = 0; i < 20; i++) {
+    TIMED(cuArray3DCreate_v2(&array, &shape));
+    TIMED(cuArrayDestroy(array));
+  }
+  TIMED(cuCtxSetLimit(2, 16 << 20));
+}
+
+static void allocations(void) {
+  ptr address;
+  for (int i = 0; i < 20; i++) {
+    TIMED(cuMemAlloc_v2(&address, 4 << 20));
+    TIMED(cuMemFree_v2(address));
+  }
+}
+
+int main(int argc, char **argv) {
+  pthread_t first, second;
+  ptr address;
+  if (argc < 2) return 2;
+  must(cuInit(0));
+  if (!strcmp(argv[1], "open")) {
+    pthread_create(&first, 0, open_library, argv[2]);
+    usleep(100000);
+    must(cuDevicePrimaryCtxRetain(&context, 0));
+    pthread_join(first, 0);
+    puts("done");
+    return 0;
+  }
+  must(cuDevicePrimaryCtxRetain(&context, 0));
+  must(cuCtxSetCurrent(context));
+  if (!strcmp(argv[1], "free")) {
+    ptr image[8] = { 0x464c457f };
+    void *module, *kernel;
+    must(cuModuleLoadData(&module, image));
+    must(cuModuleGetFunction(&kernel, module, "busy_5s"));
+    must(cuMemAlloc_v2(&address, 32 << 20));
+    must(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0));
+    puts("0");
+    fflush(stdout);
+    must(cuMemFree_v2(address));
+    return 0;
+  }
+  if (!strcmp(argv[1], "load")) {
+    pthread_create(&first, 0, load, 0);
+    usleep(50000);
+    arrays_and_limits();
+  } else {
+    // The pool is known from here on.
+    must(cuMemAllocAsync(&address, 1 << 20, 0));
+    pthread_create(&first, 0, allocate_in_order, 0);
+    usleep(50000);
+    pthread_create(&second, 0, load, 0);
+    allocations();
+  }
+  printf("longest %ld\n", longest);
+  fflush(stdout);
+  _exit(0);
+}
+#endif

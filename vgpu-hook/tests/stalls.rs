@@ -1,0 +1,86 @@
+//! While one thread is at the driver for long, the others go on; and what it has by then is charged whatever becomes of it.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot be set up has failed"
+)]
+
+mod common;
+mod sessions;
+
+use std::time::Duration;
+
+use sessions::{MIB, Place, Session};
+
+/// The longest call of the program's other thread, in ms.
+fn longest(place: &Place, what: &str) -> u64 {
+    let output = place.command("stall").arg(what).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let longest = text.trim().strip_prefix("longest ").and_then(|ms| ms.parse().ok());
+    longest.unwrap_or_else(|| panic!("{what}: {text} {errors}"))
+}
+
+/// An image that is compiled while it is loaded: nobody waits for its end, and of many calls one waits at all. Before, each call waited for
+/// three seconds.
+#[test]
+#[ignore = "needs the built library"]
+fn arrays_do_not_wait_for_an_image_that_takes_long() {
+    let mut place = Place::new().contexts_of(64).limited(4096 * MIB);
+    place.set("FAKE_CUDA_LOAD_US", "30000000");
+    let longest = longest(&place, "load");
+    assert!(longest < 2_000, "{longest} ms");
+}
+
+/// A thread waits for room in a queue with a pool in its hand, while another one loads an image.
+#[test]
+#[ignore = "needs the built library"]
+fn allocations_do_not_wait_for_a_pool_that_is_held() {
+    let mut place = Place::new().contexts_of(64).limited(4096 * MIB);
+    place.set("FAKE_CUDA_ASYNC_US", "30000000");
+    place.set("FAKE_CUDA_LOAD_US", "1000");
+    let longest = longest(&place, "pool");
+    assert!(longest < 2_000, "{longest} ms");
+}
+
+/// The loader's lock is held by a thread whose library makes a context as it starts, while another one makes the first context.
+#[test]
+#[ignore = "needs the built library"]
+fn a_library_may_make_a_context_as_it_is_loaded() {
+    let place = Place::new().contexts_of(64).limited(4096 * MIB);
+    let library = place.path("starts.so");
+    let cuda = place.path("libcuda.so.1");
+    let source = common::program("stall.c");
+    common::compile("cc", &[&source, &cuda], &library, &["-shared", "-fPIC", "-DLIBRARY"]);
+    let mut command = place.command("stall");
+    command.arg("open").arg(&library);
+    assert_eq!(common::run(&mut command).quiet(), "done\n");
+}
+
+/// A process is killed while it waits at the driver for a kernel to end, so that its memory can be freed: all of it is free for the others,
+/// and nobody has seen more in use than there was.
+#[test]
+#[ignore = "needs the built library"]
+fn what_a_process_was_freeing_goes_with_it() {
+    let place = Place::new().limited(64 * MIB);
+    let mut session = place.ready();
+    session.done("alloc a 2097152");
+    for round in 0..4 {
+        let mut command = place.command("stall");
+        command.arg("free");
+        let mut victim = Session::start(command);
+        assert_eq!(victim.hear(), Some(vec![0]));
+        std::thread::sleep(Duration::from_millis(100));
+        let slot = place.slot(1);
+        // The kernel's image takes a block.
+        assert_eq!((slot.claimed, slot.settled), (34 * MIB, 34 * MIB), "round {round}: it still has it");
+        victim.kill();
+        session.done("alloc b 65011712");
+        session.done("free b");
+        let card = place.hot().cards[0];
+        assert_eq!((card.total, session.used()), (2 * MIB, 2 * MIB), "round {round}");
+        assert!(card.peak <= 64 * MIB, "round {round}: {}", card.peak);
+    }
+    session.end();
+}
