@@ -374,3 +374,38 @@ fn a_process_of_hamis_library_is_not_overlooked() {
     assert_eq!(place.hot().refused, 1);
     first.end();
 }
+
+/// What a program sees that makes a context, and what it says on stderr.
+fn make_context(mut command: Command) -> (Vec<u64>, Vec<u64>, String) {
+    command.stderr(std::process::Stdio::piped());
+    let mut session = Session::start(command);
+    session.done("init");
+    let (made, info) = (session.ask("primary 0"), session.ask("info"));
+    (made, info, end(session))
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_limit_that_is_not_in_force_is_told() {
+    let place = Place::new().limited(64 * MIB);
+    let holder = place.ready();
+    let mut same = place.command("session");
+    same.env("CUDA_DEVICE_MEMORY_LIMIT", "64m");
+    assert_eq!(make_context(same).2, "", "the same limit");
+    let mut other = place.command("session");
+    other.env("CUDA_DEVICE_MEMORY_LIMIT", "32m");
+    let (_, info, said) = make_context(other);
+    assert!(said.lines().all(|line| line.starts_with("mullion: LimitOfFile: ")), "{said}");
+    assert!(said.contains("67108864 bytes, not to 33554432"), "{said}");
+    assert_eq!(info, [0, 64 * MIB, 64 * MIB]);
+    holder.end();
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_limit_that_leaves_no_room_for_a_context_is_told() {
+    let place = Place::new().contexts_of(64).limited(4);
+    let (made, _, said) = make_context(place.command("session"));
+    assert_eq!(made[0], sessions::OUT_OF_MEMORY);
+    one_line(&said, "LimitBelowContext");
+}

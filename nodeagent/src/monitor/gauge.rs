@@ -65,7 +65,11 @@ impl Gauge {
             Reading::Absent => self.per_mille = 0,
             // Who is not listed any more has stopped, or the driver is late: for the loop the difference matters, for people
             // the former is what nearly always happened.
-            Reading::Stale { age_ns } if age_ns > LISTED_NS => self.per_mille = 0,
+            Reading::Gathering | Reading::Stale { .. }
+                if self.meter.age_ns(now.unix_ns).is_none_or(|age_ns| age_ns > LISTED_NS) =>
+            {
+                self.per_mille = 0;
+            }
             Reading::Gathering | Reading::Stale { .. } | Reading::Missing => {}
         }
         measured.per_mille = Some(self.per_mille);
@@ -76,7 +80,31 @@ impl Gauge {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nvml::sample::ProcessMemory;
+    use crate::nvml::sample::{Busy, ProcessMemory};
+
+    /// A program may end at any time, also with too few samples left to judge by.
+    #[test]
+    fn whoever_stops_is_shown_as_idle_within_seconds() {
+        let processes = Processes { inside: [(4711, 1)].into() };
+        for busy_for in 1..=8_u64 {
+            let mut gauge = Gauge::default();
+            let mut shown = Vec::new();
+            for second in 100..130_u64 {
+                let at_us = second * 1_000_000;
+                let busy = (second < 100 + busy_for).then_some(Busy { pid: 4711, at_us, sm: 92 });
+                let sample = CardSample {
+                    processes: Some(vec![ProcessMemory { pid: 4711, bytes: Some(1 << 20) }]),
+                    busy: Some(busy.into_iter().collect()),
+                    ..CardSample::default()
+                };
+                let now = Now { unix_ns: second * 1_000_000_000, mono_ns: second * 1_000_000_000 };
+                let (measured, ..) = gauge.measure(now, "GPU-a".into(), Some(&sample), Some(&processes));
+                shown.push(measured.per_mille);
+            }
+            let idle = usize::try_from(busy_for).unwrap_or(0) + 4;
+            assert!(shown.iter().skip(idle).all(|shown| *shown == Some(0)), "{busy_for} s: {shown:?}");
+        }
+    }
 
     #[test]
     fn silence_about_processes_that_the_driver_does_not_list_says_nothing() {

@@ -113,6 +113,12 @@ impl Meter {
         self.window_ns
     }
 
+    /// How old the newest sample is; `None` where there is none.
+    #[must_use]
+    pub fn age_ns(&self, now_ns: u64) -> Option<u64> {
+        Some(now_ns.saturating_sub(self.before(u64::MAX, |_| true)?))
+    }
+
     /// The container's utilisation since the last [`Reading::Present`], after a call that NVML answered.
     pub fn take(&mut self, now_ns: u64) -> Reading {
         let Some(newest) = self.before(u64::MAX, |_| true) else { return Reading::Absent };
@@ -129,7 +135,12 @@ impl Meter {
         }
         let covered_ns = newest - begin;
         if covered_ns < COVER_NS {
-            return Reading::Gathering;
+            let is_over = now_ns.saturating_sub(newest) > STALE_NS;
+            if is_over {
+                // No more will come: the container stopped before there were enough.
+                self.taken_until = newest;
+            }
+            return if is_over { Reading::Absent } else { Reading::Gathering };
         }
         let busy: u64 = self
             .samples

@@ -227,7 +227,8 @@ fn a_meter_counts_each_window_once() {
     assert_eq!(meter.take(T + 5 * S), Reading::Stale { age_ns: S });
     meter.push(1, T + 4500 * MS, 40);
     assert_eq!(meter.take(T + 5 * S), Reading::Gathering);
-    assert_eq!(meter.take(T + 60 * S), Reading::Gathering);
+    assert_eq!(meter.take(T + 14 * S), Reading::Gathering, "late, perhaps");
+    assert_eq!(meter.take(T + 60 * S), Reading::Absent, "no more came: it has stopped");
     meter.push(1, T + 100 * S, 40);
     assert_eq!(meter.take(T + 100 * S), Reading::Gathering, "a pause is not a low reading");
     meter.push(1, T + 102 * S, 40);

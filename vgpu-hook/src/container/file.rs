@@ -15,7 +15,7 @@ use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices, MAX_DEVICES, extension};
 
 use super::environment::Settings;
-use super::refusal::{Refusal, Text};
+use super::refusal::{Notice, Refusal, Text};
 use super::slots::{self, UsageFile};
 use super::uuid;
 use super::words::{Page, Region};
@@ -357,7 +357,11 @@ fn join(
     }
     for (ordinal, card) in cards.iter().enumerate() {
         let (Some(uuid), Some(limits)) = (name_of(*card), settings.cards.get(ordinal)) else { continue };
-        if known.contains(&Some(*card)) {
+        if let Some(place) = known.iter().position(|known| *known == Some(*card)) {
+            let held = devices.iter().nth(place).map_or(u64::MAX, |device| device.memory_limit.get());
+            if let Some(asked) = limits.memory.map(NonZeroU64::get).filter(|asked| *asked != held) {
+                Notice::LimitOfFile { path, ordinal, asked, held }.say();
+            }
             continue;
         }
         let index = devices.len();

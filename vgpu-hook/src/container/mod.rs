@@ -41,6 +41,7 @@ use environment::{Settings, Variable};
 pub(crate) use fault::point as fault_point;
 use ordinals::Ordinals;
 pub(crate) use peers::Peers;
+pub(crate) use refusal::Notice;
 use refusal::Refusal;
 use slots::UsageFile;
 pub(crate) use state::{Held, Lock, thread};

@@ -85,6 +85,55 @@ impl Refusal {
     }
 }
 
+/// `ENOENT`, `EISDIR`, `ELOOP`.
+const NO_ENTRY: Errno = Errno(2);
+const IS_DIRECTORY: Errno = Errno(21);
+const LINK: Errno = Errno(40);
+
+/// What a process is told that goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// The usage file is in use, with another limit than the one that was asked for by hand.
+    LimitOfFile { path: Text, ordinal: usize, asked: u64, held: u64 },
+    /// Not even a context fits.
+    LimitBelowContext { limit: u64, needed: u64 },
+}
+
+impl Notice {
+    const fn code(&self) -> &'static str {
+        match self {
+            Self::LimitOfFile { .. } => "LimitOfFile",
+            Self::LimitBelowContext { .. } => "LimitBelowContext",
+        }
+    }
+
+    /// Says it on stderr, as often as a refusal is said.
+    pub(crate) fn say(&self) {
+        if SAID.is_news(self.code(), sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
+            let mut line = Line::default();
+            let _ = write!(line, "{}: {self}", self.code());
+            sys::complain(&[line.as_str()]);
+        }
+    }
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LimitOfFile { path, ordinal, asked, held } => write!(
+                f,
+                "usage file {path} is in use and limits card {ordinal} to {held} bytes, not to {asked}: that holds for this \
+                 process too; for a limit of its own name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE"
+            ),
+            Self::LimitBelowContext { limit, needed } => write!(
+                f,
+                "the limit of {limit} bytes is less than the {needed} bytes that a context takes: no program can use the \
+                 card; ask for more"
+            ),
+        }
+    }
+}
+
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -107,17 +156,27 @@ impl fmt::Display for Refusal {
                 "{found} cards in one container, at most {} can be limited: name fewer in CUDA_VISIBLE_DEVICES",
                 mullion_region::MAX_DEVICES
             ),
-            Self::FileUnusable { path, doing, errno: Errno(n) } => write!(
-                f,
-                "usage file {path}: {doing} failed (error {n}): make its directory writable or name another file in \
-                 CUDA_DEVICE_MEMORY_SHARED_CACHE"
-            ),
+            Self::FileUnusable { path, doing, errno } => {
+                write!(f, "usage file {path}: {doing} failed (error {}): ", errno.0)?;
+                f.write_str(match *errno {
+                    _ if path.is_mounted() => "restart the container",
+                    NO_ENTRY => "its directory does not exist: make it or name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
+                    IS_DIRECTORY => "it is a directory: name a file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
+                    LINK => "it is a link: name a file itself in CUDA_DEVICE_MEMORY_SHARED_CACHE",
+                    _ => "make its directory writable or name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
+                })
+            }
             Self::FileKind { path } => {
                 write!(f, "usage file {path} is not a regular file: name another in ")?;
                 f.write_str("CUDA_DEVICE_MEMORY_SHARED_CACHE")
             }
             Self::FileForeign { path, why } => {
-                write!(f, "usage file {path}: {why}; remove it or restart the container")
+                write!(f, "usage file {path}: {why}; ")?;
+                f.write_str(if path.is_mounted() {
+                    "restart the container"
+                } else {
+                    "name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE"
+                })
             }
             Self::ForeignProcess { path, pid } => write!(
                 f,
@@ -177,6 +236,13 @@ impl Said {
 /// A path to be shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Text(pub(crate) &'static CStr);
+
+impl Text {
+    /// Whether the agent mounted it: nobody in the container can name another one.
+    fn is_mounted(self) -> bool {
+        self.0 == super::USAGE
+    }
+}
 
 /// The longest path that a message repeats.
 const SHOWN: usize = 96;
@@ -257,6 +323,7 @@ mod tests {
             Refusal::CardUnknown { ordinal: 1, uuid: CUuuid([7; 16]) },
             Refusal::TooManyCards { found: 17 },
             Refusal::FileUnusable { path, doing: "open", errno: Errno(30) },
+            Refusal::FileUnusable { path, doing: "open", errno: NO_ENTRY },
             Refusal::FileKind { path },
             Refusal::FileForeign { path, why: mullion_region::Error::Magic { what: "usage file", found: 1 } },
             Refusal::ForeignProcess { path, pid: 12 },
@@ -271,6 +338,35 @@ mod tests {
             assert_ne!(refusal.result(), CUresult::SUCCESS);
             let code = refusal.code();
             assert!(code.chars().all(char::is_alphanumeric) && code.starts_with(char::is_uppercase));
+        }
+    }
+
+    #[test]
+    fn the_way_out_is_one_that_the_reader_can_take() {
+        let why = mullion_region::Error::Magic { what: "usage file", found: 1 };
+        let (by_hand, mounted) = (Text(c"/etc/passwd"), Text(super::super::USAGE));
+        let unusable = |path, errno| Refusal::FileUnusable { path, doing: "opening", errno };
+        for (refusal, way) in [
+            (
+                Refusal::FileForeign { path: by_hand, why },
+                "name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
+            ),
+            (Refusal::FileForeign { path: mounted, why }, "restart the container"),
+            (unusable(by_hand, NO_ENTRY), "its directory does not exist"),
+            (unusable(by_hand, IS_DIRECTORY), "it is a directory"),
+            (unusable(by_hand, LINK), "it is a link"),
+            (unusable(by_hand, Errno(13)), "make its directory writable"),
+            (unusable(mounted, Errno(13)), "restart the container"),
+        ] {
+            let text = refusal.to_string();
+            assert!(text.contains(way) && !text.contains("remove"), "{text}");
+        }
+        let notices = [
+            Notice::LimitOfFile { path: by_hand, ordinal: 0, asked: 1 << 30, held: 4 << 30 },
+            Notice::LimitBelowContext { limit: 4, needed: 400 << 20 },
+        ];
+        for notice in notices {
+            assert!(notice.to_string().len() < 300, "{notice}");
         }
     }
 

@@ -13,7 +13,7 @@ use mullion_region::MAX_DEVICES;
 use super::looks::{self, From};
 use super::measured::{Alone, Measurement, Taken, Trust};
 use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
-use crate::container::{self, Card, Container, Lock};
+use crate::container::{self, Card, Container, Lock, Notice};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver;
 use crate::launch;
@@ -99,6 +99,7 @@ impl<'c> Making<'c> {
             let paid = charge::advance(container, card, known);
             if paid.is_none() {
                 charge::refused(card);
+                tell_if_too_large(card, known);
             }
             paid
         };
@@ -125,6 +126,7 @@ impl<'c> Making<'c> {
                 learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
             }
             if !charge_context(container, card, paid, bytes) {
+                tell_if_too_large(card, bytes);
                 release();
                 card.memory.free(paid);
                 return false;
@@ -134,6 +136,14 @@ impl<'c> Making<'c> {
             container.books.contexts.changed(container, card, true);
             true
         })
+    }
+}
+
+/// A program that cannot even make a context sees no more than that the card is full.
+#[cold]
+fn tell_if_too_large(card: &Card, needed: u64) {
+    if let Some(limit) = card.limit().filter(|limit| *limit < needed) {
+        Notice::LimitBelowContext { limit, needed }.say();
     }
 }
 
