@@ -19,12 +19,15 @@ use axum::routing::post;
 use mullion_core::request::{PodRequest, RequestError, parse_pod};
 use mullion_core::units::NodeName;
 use mullion_telemetry::pod_span;
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::Error;
+use crate::guard::brief;
 use crate::metrics::{CodeLabels, Metrics};
 use crate::store::{PodRecord, Store};
+use crate::weigh;
 use bind::Binder;
 use cache::{Verdict, VerdictCache};
 use wire::{
@@ -48,13 +51,15 @@ pub struct Extender {
     cache: Arc<VerdictCache>,
     binder: Arc<Binder>,
     metrics: Metrics,
+    /// Held while a pod is read whole: one may be far larger than its text ([`weigh`]).
+    reader: Arc<Mutex<()>>,
 }
 
 impl Extender {
     /// Decides from `store`, binds through `binder`.
     #[must_use]
     pub fn new(store: Arc<Store>, binder: Arc<Binder>, metrics: Metrics) -> Self {
-        Self { store, cache: Arc::default(), binder, metrics }
+        Self { store, cache: Arc::default(), binder, metrics, reader: Arc::default() }
     }
 
     /// The three routes.
@@ -138,10 +143,11 @@ impl Extender {
             let seen = facts.pod(uid).filter(same);
             (seen.map(|seen| seen.request.clone()), *facts.defaults())
         });
-        match seen {
-            Some(request) => Ok(request),
-            None => Ok(parse_pod(&mullion_crds::pod::view(&pod.read()?), &defaults)),
+        if let Some(request) = seen {
+            return Ok(request);
         }
+        let _one = self.reader.lock();
+        Ok(parse_pod(&mullion_crds::pod::view(&pod.read()?), &defaults))
     }
 
     fn verdicts(&self, uid: &str, request: &PodRequest, nodes: &[NodeName]) -> Vec<Verdict> {
@@ -234,8 +240,13 @@ async fn bind(State(extender): State<Extender>, body: Bytes) -> Response {
 }
 
 fn read<T: DeserializeOwned>(body: &Bytes) -> Result<T, Box<Response>> {
-    serde_json::from_slice(body).map_err(|error| {
-        let text = format!("MalformedBody: not what kube-scheduler sends to an extender: {error}");
+    let weighed = weigh::weigh(body).map_err(|refusal| format!("{}: {refusal}", refusal.code()));
+    let read = weighed.and_then(|()| {
+        serde_json::from_slice(body).map_err(|error| {
+            format!("MalformedBody: not what kube-scheduler sends to an extender: {}", brief(&error))
+        })
+    });
+    read.map_err(|text| {
         tracing::warn!(error = text, "call refused");
         Box::new((StatusCode::BAD_REQUEST, text).into_response())
     })

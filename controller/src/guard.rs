@@ -31,12 +31,22 @@ struct Remains {
     spec: serde_json::Value,
 }
 
+/// What is wrong with a text, without more of it than fits into a line: the reader's words hold the whole value.
+pub(crate) fn brief(error: &serde_json::Error) -> String {
+    let mut text = error.to_string();
+    if let Some((end, _)) = text.char_indices().nth(500) {
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
 impl<'de, K: DeserializeOwned> Deserialize<'de> for Guard<K> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = Box::<RawValue>::deserialize(deserializer)?;
         let error = match serde_json::from_str(text.get()) {
             Ok(object) => return Ok(Self(Ok(object))),
-            Err(error) => error.to_string(),
+            Err(error) => brief(&error),
         };
         let Remains { metadata, spec } = serde_json::from_str(text.get()).map_err(D::Error::custom)?;
         let node = spec["nodeName"].as_str().filter(|node| !node.is_empty()).map(str::to_owned);

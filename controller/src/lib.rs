@@ -26,6 +26,7 @@ pub mod reconcile;
 pub mod store;
 pub mod undo;
 pub mod webhook;
+pub mod weigh;
 
 pub use error::Error;
 

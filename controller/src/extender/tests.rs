@@ -169,6 +169,16 @@ async fn faults_of_our_own_are_errors_and_nothing_else_is() {
     let (code, _, text) = post(extender(true), "/filter", "{".to_owned()).await;
     assert_eq!(code, 400);
     assert!(text.starts_with("MalformedBody: "), "{text}");
+    // A pod that the watch has not seen is read from the call, so it is no larger than one that the webhook takes.
+    let containers = vec!["{}"; 20_000].join(",");
+    let hostile = format!(r#"{{"Pod":{{"spec":{{"containers":[{containers}]}}}},"NodeNames":["idle"]}}"#);
+    for path in ["/filter", "/prioritize", "/bind"] {
+        let (code, _, text) = post(extender(true), path, hostile.clone()).await;
+        assert!(code == 400 && text.starts_with("BodyTooComplex: "), "{path}: {text}");
+    }
+    let nodes: Vec<String> = (0..15_000).map(|n| format!("node-{n}.example")).collect();
+    let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
+    assert_eq!(post(extender(true), "/filter", args(&three_gib(), &nodes).to_string()).await.0, 200);
     assert_eq!(post(extender(false), "/prioritize", args(&three_gib(), &all).to_string()).await.0, 503);
     let body = json!({"PodName": "p", "PodNamespace": "ns", "PodUID": "u", "Node": "idle"}).to_string();
     assert!(post(extender(false), "/bind", body).await.2.contains("NotReady: "));

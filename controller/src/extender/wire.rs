@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::value::RawValue;
 
 use crate::error::Error;
+use crate::guard::brief;
 
 /// Node name -> reason.
 pub type FailedNodes = BTreeMap<NodeName, Cow<'static, str>>;
@@ -60,7 +61,7 @@ impl PodText {
     pub fn read(&self) -> Result<Pod, Error> {
         serde_json::from_str(self.text.get()).map_err(|error| Error::ConfigValue {
             field: "Pod",
-            value: error.to_string(),
+            value: brief(&error),
             fix: "send the pod as the API server shows it",
         })
     }

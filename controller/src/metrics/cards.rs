@@ -97,7 +97,7 @@ fn slices(ledger: &Ledger) -> Vec<Slice> {
 }
 
 /// Adds up what has the same labels, which a scrape may show only once: while the cards of a pod that is gone are not
-/// given back yet, one of the same name, such as a StatefulSet's, may have its own already, and both hold.
+/// given back yet, one of the same name, such as a `StatefulSet`'s, may have its own already, and both hold.
 fn summed<'a, const N: usize>(
     all: &'a [Slice],
     labels: impl Fn(&'a Slice) -> [(&'static str, &'a str); N],

@@ -129,11 +129,11 @@ fn pods_of_one_name_are_one_series_that_adds_up() {
     let text = everything_of([allocation(1), allocation(2)]);
     schema(&text);
     for (series, sum) in [
-        ("mullion_container_memory_allocated_bytes{", 2 * 250 << 20),
+        ("mullion_container_memory_allocated_bytes{", 500 << 20),
         ("mullion_container_core_allocated_percent{", 60),
-        ("hami_vgpu_memory_allocated_bytes{", 2 * 250 << 20),
+        ("hami_vgpu_memory_allocated_bytes{", 500 << 20),
         ("hami_vgpu_core_allocated_ratio{", 60),
-        ("hami_gpu_memory_allocated_bytes{", 2 * 250 << 20),
+        ("hami_gpu_memory_allocated_bytes{", 500 << 20),
     ] {
         let shown: Vec<_> = text.lines().filter(|line| line.starts_with(series)).collect();
         assert!(shown.len() == 1 && shown[0].ends_with(&format!("}} {sum}")), "{series}: {shown:?}");

@@ -289,16 +289,21 @@ async fn hostile_bodies_get_an_answer() {
         ("text", b"hello".to_vec()),
         ("no request", br#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}"#.to_vec()),
         ("not UTF-8", vec![0xff, 0xfe, 0x00]),
-        ("deep", deep.clone().into_bytes()),
+        ("deep", deep[..60_000].to_owned().into_bytes()),
         ("array", b"[]".to_vec()),
+        ("a long value", json!({"request": "x".repeat(100_000)}).to_string().into_bytes()),
     ] {
         let (code, answer) = post(body).await;
         assert_eq!(code, 400, "{case}");
-        assert!(answer.as_str().unwrap().starts_with("MalformedBody: "), "{case}: {answer}");
+        let text = answer.as_str().unwrap();
+        assert!(text.starts_with("MalformedBody: ") && text.len() < 1000, "{case}: {answer}");
     }
+    let (code, answer) = post(deep.into_bytes()).await;
+    assert!(code == 400 && answer.as_str().unwrap().starts_with("BodyTooComplex: "), "{answer}");
     for (case, path, value, want) in [
         ("containers are no list", "/spec/containers", json!("x"), "PodUnreadable"),
         ("no containers", "/spec/containers", json!([]), "NoContainers"),
+        ("containers are a long text", "/spec/containers", json!("x".repeat(100_000)), "PodUnreadable"),
         ("a number as name", "/spec/containers/0/name", json!(7), "PodUnreadable"),
         (
             "long value",
@@ -319,4 +324,21 @@ async fn hostile_bodies_get_an_answer() {
     review["request"]["oldObject"] = large;
     let (code, answer) = post(review.to_string().into_bytes()).await;
     assert_eq!((code, &answer["response"]["allowed"]), (200, &json!(true)));
+}
+
+/// While a body is read, the threads that answer kube-scheduler do their work, even where there is one only.
+#[tokio::test]
+async fn reading_holds_up_nobody() {
+    let mut object = gpu();
+    object["spec"]["containers"][0]["env"] = json!(vec![json!({}); 20_000]);
+    let mut asked = Box::pin(post(review_of(&object).to_string().into_bytes()));
+    let mut turns = 0;
+    let (code, _) = loop {
+        tokio::select! {
+            biased;
+            answer = &mut asked => break answer,
+            () = tokio::task::yield_now() => turns += 1,
+        }
+    };
+    assert!(code == 200 && turns > 100, "{code}, {turns}");
 }

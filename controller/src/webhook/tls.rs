@@ -26,6 +26,10 @@ const WHAT: &str = "webhook";
 /// How long open calls may take to end when the server stops: the API server waits 10 s for a webhook.
 const DRAIN: Duration = Duration::from_secs(10);
 
+/// Bytes of a connection that are read before somebody asks for them, headers included; hyper's own bound is 400 KiB,
+/// which 512 connections would make 200 MiB.
+const READ_AHEAD: usize = 32 << 10;
+
 /// The certificate shown to callers; none at first.
 #[derive(Clone, Default)]
 pub struct Identity {
@@ -105,10 +109,11 @@ async fn serve_on(
     let handle = Handle::new();
     let acceptor =
         RustlsAcceptor::new(RustlsConfig::from_config(Arc::new(config))).handshake_timeout(limits.request);
-    let server = axum_server::from_tcp(listener)
+    let mut server = axum_server::from_tcp(listener)
         .map_err(listen)?
         .acceptor(Paced::new(acceptor, limits))
         .handle(handle.clone());
+    server.http_builder().http1().max_buf_size(READ_AHEAD);
     let mut serving =
         std::pin::pin!(server.serve(routes.into_make_service_with_connect_info::<SocketAddr>()));
     // A server that ends by itself is an error at once, not when everything stops.

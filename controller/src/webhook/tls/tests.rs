@@ -16,14 +16,16 @@ use crate::webhook::certificate::{Held, Rules, make};
 use mullion_core::request::Defaults;
 
 const LIMITS: Limits =
-    Limits { connections: 2, request: Duration::from_millis(400), idle: Duration::from_millis(1500) };
+    Limits { connections: 2, share: 2, request: Duration::from_millis(800), idle: Duration::from_secs(3) };
 
 const BOUNDS: Bounds = Bounds {
     small: 10_000,
     largest: 1 << 20,
     places: 2,
     patience: Duration::from_secs(3),
-    reading: Duration::from_millis(300),
+    reading: Duration::from_secs(1),
+    grace: Duration::from_millis(600),
+    rate: 640 << 10,
 };
 
 /// A whole call; the body is echoed.
@@ -171,6 +173,22 @@ async fn more_connections_than_there_are_places_are_refused() {
     work.await.unwrap();
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_caller_does_not_get_all_connections() {
+    let server = Server::start(Limits { connections: 4, share: 3, ..LIMITS });
+    let work = tokio::task::spawn_blocking(move || {
+        let silent: Vec<_> = (0..6).map(|_| server.connect_from(66)).collect();
+        std::thread::sleep(LIMITS.request / 4);
+        call(&mut server.tls_from(2)).unwrap();
+        assert!(call(&mut server.tls_from(66)).is_err(), "more than its share");
+        drop(silent);
+        std::thread::sleep(LIMITS.request / 4);
+        call(&mut server.tls_from(66)).unwrap();
+        server.stop.cancel();
+    });
+    work.await.unwrap();
+}
+
 /// A review that is none, of that many bytes; the status of its answer.
 fn review(stream: &mut Tls, length: usize) -> std::io::Result<String> {
     write!(stream, "POST /webhook HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n")?;
@@ -190,8 +208,12 @@ fn review(stream: &mut Tls, length: usize) -> std::io::Result<String> {
 /// are answered at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_with_many_slow_bodies_keeps_nobody_out() {
-    let server =
-        Arc::new(Server::start(Limits { connections: 20, request: Duration::from_secs(10), ..LIMITS }));
+    let server = Arc::new(Server::start(Limits {
+        connections: 20,
+        share: 10,
+        request: Duration::from_secs(10),
+        ..LIMITS
+    }));
     let slow: Vec<_> = (0..8)
         .map(|_| {
             let server = Arc::clone(&server);
