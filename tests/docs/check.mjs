@@ -8,7 +8,10 @@ import { fileURLToPath } from "node:url";
 
 const PROGRAMS = /^(controller|crds|nodeagent|telemetry|vgpu-hook\/src)\/.*\.rs$/;
 
-/** The words that functions named `code` (and `as_str` of an enum `Code`) return, test modules aside. */
+/** Files of tests alone. */
+const TESTS = /(^|\/)tests?(\.rs$|\/)/;
+
+/** The words that functions named `code` (and `as_str` of an enum `Code`) return, and those that are given as `code` where they are met with; test modules aside. */
 export function codesIn(source) {
   const code = source.split("#[cfg(test)]")[0];
   const codes = new Set();
@@ -17,6 +20,7 @@ export function codesIn(source) {
     const body = code.slice(found.index + found[0].length).split(/\n    \}\n/)[0];
     for (const [, word] of body.matchAll(/(?:=>|\{)\s*"([A-Z][A-Za-z]+)"/g)) codes.add(word);
   }
+  for (const [, word] of code.matchAll(/\bcode(?::| =)\s*"([A-Z][A-Za-z]+)"/g)) codes.add(word);
   return codes;
 }
 
@@ -63,7 +67,7 @@ function main() {
   }
   const explained = codesExplained(read("docs/troubleshooting.md"));
   const given = new Map();
-  for (const file of files.filter((name) => PROGRAMS.test(name))) for (const code of codesIn(read(file))) given.set(code, file);
+  for (const file of files.filter((name) => PROGRAMS.test(name) && !TESTS.test(name))) for (const code of codesIn(read(file))) given.set(code, file);
   for (const [code, file] of given) if (!explained.has(code)) errors.push(`docs/troubleshooting.md does not explain ${code} (${file})`);
   for (const code of explained) if (!given.has(code)) errors.push(`docs/troubleshooting.md explains ${code}, which no program gives`);
   for (const line of errors.sort()) console.log(`error: ${line}`);

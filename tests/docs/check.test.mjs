@@ -20,6 +20,14 @@ test("codes of a source file", () => {
 mod tests { fn code() { a => "OfATest" } }`;
   assert.deepEqual([...codesIn(source)], ["FirstCode", "SecondCode"]);
   assert.deepEqual([...codesIn('impl Code {\n    fn as_str(self) {\n        X => "Short",\n    }\n}')], ["Short"]);
+  const met = `fn take() {
+    return Err(Refused { status: 413, code: "InAField", text });
+    let code = "InAName";
+    let other = Row { code: "word", kind: "NoCode" };
+}
+#[cfg(test)]
+mod tests { let code = "OfATest"; }`;
+  assert.deepEqual([...codesIn(met)], ["InAField", "InAName"]);
   assert.deepEqual([...codesIn('impl Policy {\n    fn as_str(self) {\n        X => "Word",\n    }\n}')], []);
 });
 
