@@ -1,5 +1,5 @@
-//! What is found by looking at the card (contexts, their limits, modules), while others work on the same card: each process is
-//! charged what it has itself.
+//! What is found by looking at the card (contexts, their limits, modules), while others work on the same card: each
+//! process is charged what it has itself.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -15,8 +15,8 @@ use std::process::Command;
 use fake_state::{Process, Store};
 use sessions::{MIB, Place, Session};
 
-/// How drivers list processes, by `FAKE_NVML_PROCESSES`: those of the caller's pid namespace; by pids of the host; not at all; without
-/// their memory. With the first alone the library finds itself there.
+/// How drivers list processes, by `FAKE_NVML_PROCESSES`: those of the caller's pid namespace; by pids of the host; not
+/// at all; without their memory. With the first alone the library finds itself there.
 const LISTS: [&str; 4] = ["own", "host", "none", "unsized"];
 
 /// What is measured, and what ends it.
@@ -41,7 +41,8 @@ fn rest(mut session: Session) {
     session.end();
 }
 
-/// Does all steps so many times, each time in another order, ends what they made in the reverse one, and lists where what `charged` says is not what the card gave.
+/// Does all steps so many times, each time in another order, ends what they made in the reverse one, and lists where
+/// what `charged` says is not what the card gave.
 fn off(session: &mut Session, rounds: usize, mut charged: impl FnMut(&mut Session) -> u64) -> Vec<String> {
     let mut off = Vec::new();
     let mut look = |session: &mut Session, round: usize, step: &str| {
@@ -156,7 +157,8 @@ fn primary_contexts_made_beside_a_busy_neighbour_are_charged_in_full() {
     rest(neighbour);
 }
 
-/// Where NVML does not show the process to itself, a neighbour shifts what is charged; nothing of that outlives what was measured.
+/// Where NVML does not show the process to itself, a neighbour shifts what is charged; nothing of that outlives what
+/// was measured.
 #[test]
 #[ignore = "needs the built library"]
 fn where_nvml_does_not_say_the_neighbours_part_goes_with_the_context() {
@@ -182,7 +184,8 @@ fn where_nvml_does_not_say_the_neighbours_part_goes_with_the_context() {
     }
 }
 
-/// A driver that knows nothing of pid namespaces lists pids of the host, and one of them is that of this process in its container.
+/// A driver that knows nothing of pid namespaces lists pids of the host, and one of them is that of this process in its
+/// container.
 #[test]
 #[ignore = "needs the built library"]
 fn a_neighbour_that_the_host_knows_by_the_same_pid_is_somebody_else() {
@@ -236,7 +239,8 @@ fn two_first_processes_of_containers_are_each_charged_their_own() {
     rest(neighbour);
 }
 
-/// The driver lists processes by their pids on the host, and the agent says this one's when its first context is there already.
+/// The driver lists processes by their pids on the host, and the agent says this one's when its first context is there
+/// already.
 #[test]
 #[ignore = "needs the built library"]
 fn a_host_pid_that_the_agent_tells_late_is_used() {

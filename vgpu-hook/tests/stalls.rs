@@ -22,8 +22,8 @@ fn longest(place: &Place, what: &str) -> u64 {
     longest.unwrap_or_else(|| panic!("{what}: {text} {errors}"))
 }
 
-/// An image that is compiled while it is loaded: nobody waits for its end, and of many calls one waits at all. Before, each call waited for
-/// three seconds.
+/// An image that is compiled while it is loaded: nobody waits for its end, and of many calls one waits at all. Before,
+/// each call waited for three seconds.
 #[test]
 #[ignore = "needs the built library"]
 fn arrays_do_not_wait_for_an_image_that_takes_long() {
@@ -44,7 +44,8 @@ fn allocations_do_not_wait_for_a_pool_that_is_held() {
     assert!(longest < 2_000, "{longest} ms");
 }
 
-/// The loader's lock is held by a thread whose library makes a context as it starts, while another one makes the first context.
+/// The loader's lock is held by a thread whose library makes a context as it starts, while another one makes the first
+/// context.
 #[test]
 #[ignore = "needs the built library"]
 fn a_library_may_make_a_context_as_it_is_loaded() {
@@ -58,8 +59,8 @@ fn a_library_may_make_a_context_as_it_is_loaded() {
     assert_eq!(common::run(&mut command).quiet(), "done\n");
 }
 
-/// A process is killed while it waits at the driver for a kernel to end, so that its memory can be freed: all of it is free for the others,
-/// and nobody has seen more in use than there was.
+/// A process is killed while it waits at the driver for a kernel to end, so that its memory can be freed: all of it is
+/// free for the others, and nobody has seen more in use than there was.
 #[test]
 #[ignore = "needs the built library"]
 fn what_a_process_was_freeing_goes_with_it() {

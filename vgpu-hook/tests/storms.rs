@@ -1,5 +1,5 @@
-//! Threads of one process that take and give memory all at once: the books are right whenever all of them wait, and the card
-//! never gives more than the limit.
+//! Threads of one process that take and give memory all at once: the books are right whenever all of them wait, and the
+//! card never gives more than the limit.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -57,8 +57,9 @@ fn storm(place: &Place, what: &str, seed: u32, rounds: u32) -> Storm {
     }
 }
 
-/// Blocks of small arrays are shared, and the driver tells nobody how: they are charged what they need by its word, in whole blocks, or the
-/// blocks that were seen to go, whichever is more. So no block is missing, and what is charged too much is less than one rounding.
+/// Blocks of small arrays are shared, and the driver tells nobody how: they are charged what they need by its word, in
+/// whole blocks, or the blocks that were seen to go, whichever is more. So no block is missing, and what is charged too
+/// much is less than one rounding.
 #[test]
 #[ignore = "needs the built library"]
 fn arrays_of_all_shapes_among_all_else_are_never_charged_too_little() {
@@ -77,8 +78,8 @@ fn arrays_of_all_shapes_among_all_else_are_never_charged_too_little() {
         assert_eq!((storm.last.given, storm.last.charged), (0, 0), "seed {seed}: {storm:#?}");
         assert_eq!(storm.wrong, 0, "seed {seed}: {storm:#?}");
         assert!(storm.refused > 0, "seed {seed}: the limit was never reached: {storm:#?}");
-        // A small allocation for which no block fits any more is tried in the blocks that are there: one of each thread may take
-        // a block for as long as it takes to give it back.
+        // A small allocation for which no block fits any more is tried in the blocks that are there: one of each thread
+        // may take a block for as long as it takes to give it back.
         assert!(storm.peak <= LIMIT + 8 * BLOCK, "seed {seed}: {storm:#?}");
     }
 }
@@ -107,8 +108,8 @@ fn arrays_beside_a_neighbour_are_charged_a_block_each_at_most() {
     }
 }
 
-/// Two threads load images while two others allocate: what an image took is told from what they took, and, where NVML shows the process to
-/// itself, from what another container takes.
+/// Two threads load images while two others allocate: what an image took is told from what they took, and, where NVML
+/// shows the process to itself, from what another container takes.
 #[test]
 #[ignore = "needs the built library"]
 fn modules_loaded_at_once_are_charged_each_its_own() {
@@ -131,8 +132,8 @@ fn modules_loaded_at_once_are_charged_each_its_own() {
     }
 }
 
-/// Which of two images that are loaded at the same time took what cannot be seen; together they are charged what they took, and so is
-/// the one that stays when the other goes, whichever it is.
+/// Which of two images that are loaded at the same time took what cannot be seen; together they are charged what they
+/// took, and so is the one that stays when the other goes, whichever it is.
 #[test]
 #[ignore = "needs the built library"]
 fn of_two_modules_loaded_at_once_the_one_that_stays_is_charged_its_own() {
@@ -162,7 +163,8 @@ fn contexts_and_their_limits_are_charged_in_full_among_threads_that_allocate() {
     }
 }
 
-/// A call that waits at the driver is not waited for without end, and what it does later is not taken for what an image took.
+/// A call that waits at the driver is not waited for without end, and what it does later is not taken for what an image
+/// took.
 #[test]
 #[ignore = "needs the built library"]
 fn a_free_that_waits_for_a_kernel_shifts_no_figure() {
@@ -177,8 +179,8 @@ fn a_free_that_waits_for_a_kernel_shifts_no_figure() {
     }
 }
 
-/// Two threads free one address at the same time, which the driver takes from one of them: it is taken off the books once. In the second
-/// case a third thread gets the addresses meanwhile.
+/// Two threads free one address at the same time, which the driver takes from one of them: it is taken off the books
+/// once. In the second case a third thread gets the addresses meanwhile.
 #[test]
 #[ignore = "needs the built library"]
 fn an_address_freed_by_two_threads_is_taken_off_once() {
@@ -186,8 +188,8 @@ fn an_address_freed_by_two_threads_is_taken_off_once() {
         let place = Place::new().limited(512 * MIB);
         let storm = storm(&place, what, 5, 4_000);
         assert_eq!((storm.last.given, storm.wrong), (0, 0), "{what}: {storm:#?}");
-        // What a thread freed that was no longer its own stands in the books for the one whose it was, until that frees it; and not even
-        // that tells, where the address has a third owner by then.
+        // What a thread freed that was no longer its own stands in the books for the one whose it was, until that frees
+        // it; and not even that tells, where the address has a third owner by then.
         let stale = if what == "reused" { 8 * BLOCK } else { 0 };
         assert!(storm.last.charged <= stale, "{what}: {storm:#?}");
     }

@@ -5,10 +5,11 @@
 //! after.
 //!
 //! An array of up to 1 MiB shares a block with others, and nobody says which. So those of a card are charged together,
-//! by the blocks that they have. Whether a new one took a block, or the end of one gave a block back, is seen by looking
-//! before and after, and held between what is certain: they have at least as many blocks as their sizes fill, at most one
-//! for each, and none when there are none. Where the look does not say it clearly, a new one took a block, and an end gave
-//! none back. Where an image is being loaded for long meanwhile, what cannot be told apart from it is charged with the image.
+//! by the blocks that they have. Whether a new one took a block, or the end of one gave a block back, is seen by
+//! looking before and after, and held between what is certain: they have at least as many blocks as their sizes fill,
+//! at most one for each, and none when there are none. Where the look does not say it clearly, a new one took a block,
+//! and an end gave none back. Where an image is being loaded for long meanwhile, what cannot be told apart from it is
+//! charged with the image.
 
 use core::ffi::c_uint;
 use core::sync::atomic::AtomicU64;

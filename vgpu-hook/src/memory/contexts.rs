@@ -157,9 +157,9 @@ fn charge_context(container: &Container, card: &Card, paid: u64, bytes: u64) -> 
     more.map(|more| charge::settle(card, more)).is_some()
 }
 
-/// What to charge for a context by what was seen, where other ones took `known` (0: that is not known). Only this process's own figure says more
-/// than the others did: else a neighbour's memory may be in it. It says less only where that is clear, since a process that
-/// frees something meanwhile makes it seem a bit less.
+/// What to charge for a context by what was seen, where other ones took `known` (0: that is not known). Only this
+/// process's own figure says more than the others did: else a neighbour's memory may be in it. It says less only where
+/// that is clear, since a process that frees something meanwhile makes it seem a bit less.
 fn size_of_context(taken: Option<Taken>, known: u64, is_first: bool) -> u64 {
     let Some(taken) = taken else { return known };
     let bytes = taken.more(MOST);

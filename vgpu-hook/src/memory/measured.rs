@@ -11,9 +11,9 @@
 //! * **Where NVML does not list it**, the whole card is looked at: what processes of this container did is known by their books,
 //!   what other containers did is not, so a difference is believed only up to what the thing in question can be.
 //!
-//! Measurements of one card wait for each other, so that each finds its own. One that takes long, as an image that is compiled
-//! while it is loaded, is not waited for to its end: those that overlap have one beginning, what was taken since is charged to the
-//! first that ends, and the rest to those that follow, so that all of it is charged, once.
+//! Measurements of one card wait for each other, so that each finds its own. One that takes long, as an image that is
+//! compiled while it is loaded, is not waited for to its end: those that overlap have one beginning, what was taken
+//! since is charged to the first that ends, and the rest to those that follow, so that all of it is charged, once.
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, AtomicUsize};
@@ -25,8 +25,8 @@ use crate::container::{Card, Container, Held, Lock, thread};
 use crate::sys;
 
 const PAUSE_NS: u64 = 100_000;
-/// How long one look waits for calls that are at the driver, and for looks that were disturbed: a thread may lose its core in
-/// the middle of one. A free that waits for a kernel can take longer.
+/// How long one look waits for calls that are at the driver, and for looks that were disturbed: a thread may lose its
+/// core in the middle of one. A free that waits for a kernel can take longer.
 const LOOK_NS: u64 = 100_000_000;
 /// The same for a while after a look that waited in vain, since whoever it waited for is likely still there.
 const LOOK_AFTER_NS: u64 = 1_000_000;
@@ -150,8 +150,8 @@ pub(super) enum Trust {
 }
 
 impl Taken {
-    /// Bytes taken, at most `most`: other containers could have moved the card's figure, and the process's own what the driver
-    /// does by itself (it brings in managed memory, and what is freed may stand in NVML's list for a moment).
+    /// Bytes taken, at most `most`: other containers could have moved the card's figure, and the process's own what the
+    /// driver does by itself (it brings in managed memory, and what is freed may stand in NVML's list for a moment).
     pub(super) fn more(self, most: u64) -> u64 {
         u64::try_from(self.bytes).unwrap_or(0).min(most)
     }
@@ -347,8 +347,8 @@ impl Measuring {
         (Uncounted { by, is_quiet }, is_own_quiet)
     }
 
-    /// Has NVML loaded and the card found in it. To be called without a lock: the loader waits for a thread that is loading a
-    /// library, whose constructors may make a context.
+    /// Has NVML loaded and the card found in it. To be called without a lock: the loader waits for a thread that is
+    /// loading a library, whose constructors may make a context.
     pub(super) fn prepare(&self, card: &Card) {
         self.nvml.prepare(card);
     }
@@ -377,8 +377,8 @@ impl Measuring {
         (self.own_pid.load(Relaxed) != 0).then_some(0)
     }
 
-    /// Begins to measure what the driver is about to take from `card`, by this process's own figure if `alone` and it can be
-    /// had.
+    /// Begins to measure what the driver is about to take from `card`, by this process's own figure if `alone` and it
+    /// can be had.
     pub(super) fn begin<'c>(
         &self,
         container: &'static Container,
@@ -440,7 +440,8 @@ impl Measuring {
         Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet }
     }
 
-    /// The lock, when no measurement of the card is under way; or after a while, for all who wait for the same one together.
+    /// The lock, when no measurement of the card is under way; or after a while, for all who wait for the same one
+    /// together.
     fn lock_in_turn(&self, card: &Card, most_ns: u64) -> Held<'_> {
         let began = now_ns();
         loop {

@@ -1,5 +1,5 @@
-//! Modules and libraries: code and globals, charged with what the process has more of after loading, or, where NVML does not
-//! say that or the card is not shared, with what the card has less of.
+//! Modules and libraries: code and globals, charged with what the process has more of after loading, or, where NVML
+//! does not say that or the card is not shared, with what the card has less of.
 //!
 //! With lazy loading (the default since CUDA 12.2) a function's code comes with its first use, which is not seen here.
 

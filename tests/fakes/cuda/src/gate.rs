@@ -119,7 +119,8 @@ pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_i
     code
 }
 
-/// The second allocation in a stream's order finds its queue full: it takes `FAKE_CUDA_ASYNC_US` (0), in which other threads can call.
+/// The second allocation in a stream's order finds its queue full: it takes `FAKE_CUDA_ASYNC_US` (0), in which other
+/// threads can call.
 fn wait_in_queue(site: &Site) {
     if site.name.starts_with("cuMemAllocAsync") && site.calls() == 1 {
         std::thread::sleep(Duration::from_micros(number("FAKE_CUDA_ASYNC_US", 0)));

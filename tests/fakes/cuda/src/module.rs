@@ -1,8 +1,8 @@
 //! Modules, libraries, functions and kernels.
 //!
-//! An image takes its own size of the card, by the rule of [`crate::space`]: an ELF file's end of section headers, a fat binary's
-//! length field, else the length of a PTX text. Modules belong to their context; a library is charged on the
-//! card of the context that loads it, once.
+//! An image takes its own size of the card, by the rule of [`crate::space`]: an ELF file's end of section headers, a
+//! fat binary's length field, else the length of a PTX text. Modules belong to their context; a library is charged on
+//! the card of the context that loads it, once.
 //!
 //! A function's time is set by name: `busy_5ms` runs 5 ms whatever its grid, `wave_20us` 20 µs for each wave
 //! of blocks (the card holds 2,048 threads per SM), units `ns`, `us`, `ms`, `s`. Other names run `FAKE_CUDA_WAVE_NS` (2,000) per wave.
@@ -144,7 +144,8 @@ impl Driver {
     fn function(&mut self, module: Handle, name: Text) -> Result<Handle, Code> {
         let name = name.read()?;
         let known = self.objects.modules.get(&module).ok_or(Code::INVALID_HANDLE)?;
-        // The driver answers NOT_FOUND for a name that the image lacks; images are not parsed here, so one prefix stands for those.
+        // The driver answers NOT_FOUND for a name that the image lacks; images are not parsed here, so one prefix
+        // stands for those.
         if name.is_empty() || name.starts_with("missing") {
             return Err(Code::NOT_FOUND);
         }
@@ -169,7 +170,8 @@ impl Driver {
     }
 }
 
-/// Loads an image, for which other threads need not wait: before and after the card gives memory for it, `FAKE_CUDA_LOAD_US` (0) pass.
+/// Loads an image, for which other threads need not wait: before and after the card gives memory for it,
+/// `FAKE_CUDA_LOAD_US` (0) pass.
 fn load_slowly(load: impl FnOnce(&mut Driver) -> Result<Handle, Code>) -> Result<Handle, Code> {
     static WAIT: OnceLock<Duration> = OnceLock::new();
     let time = WAIT.get_or_init(|| Duration::from_micros(number("FAKE_CUDA_LOAD_US", 0)));

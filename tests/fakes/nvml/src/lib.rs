@@ -11,9 +11,10 @@
 //! cards come out of the live file beside the state file. `FAKE_NVML_RECURSE=1` has `nvmlInit_v2` go through
 //! `nvmlInitWithFlags` of the program's global scope, as some drivers do.
 //!
-//! A process is listed from its first context or allocation on, with all that it has of the card at that moment. `FAKE_NVML_PROCESSES` says how: by the
-//! pids of the caller's namespace, without those that are not in it (the default); `host`: by other pids (here 2^22 more, which no process
-//! has); `none`: nobody; `unsized`: without their memory (`NVML_VALUE_NOT_AVAILABLE`).
+//! A process is listed from its first context or allocation on, with all that it has of the card at that moment.
+//! `FAKE_NVML_PROCESSES` says how: by the pids of the caller's namespace, without those that are not in it (the
+//! default); `host`: by other pids (here 2^22 more, which no process has); `none`: nobody; `unsized`: without their
+//! memory (`NVML_VALUE_NOT_AVAILABLE`).
 
 #![expect(non_snake_case, reason = "the names of the C interface")]
 
