@@ -48,7 +48,7 @@ pub struct GPUNodeSpec {
     /// What holds for every card that no entry of `cards` matches.
     #[serde(flatten)]
     pub all: CardWish,
-    /// Wishes for single cards, by uuid or by model; an entry with a uuid wins over one with a model.
+    /// Wishes for single cards. An entry with a uuid wins over one with a model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     #[x_kube(validation = Rule::new(
@@ -85,7 +85,7 @@ pub struct CardWish {
     pub cordon: Option<bool>,
 }
 
-/// Wishes for the cards that it names.
+/// Each entry names one card by `uuid`, or all cards of a `model`, and says what is wanted for them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema)]
 #[x_kube(validation = Rule::new("has(self.uuid) != has(self.model)").message(
     "exactly one of uuid and model must be given"
@@ -105,7 +105,9 @@ pub struct CardWishFor {
     pub wish: CardWish,
 }
 
-/// How a card is given out.
+/// How a card is given out: `shared` (default), in slices of memory and compute; `exclusive`, whole and to one container at a
+/// time; `mig`, in MIG instances. These are not given out yet, so that `mig` closes the card for new GPU pods: as `spec.mode`
+/// every card of the node that no entry of `spec.cards` says otherwise of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
@@ -114,7 +116,7 @@ pub enum Mode {
     Shared,
     /// One container at a time, whole.
     Exclusive,
-    /// MIG instances.
+    /// MIG instances; none is given out yet, so the card takes no new pods.
     Mig,
 }
 

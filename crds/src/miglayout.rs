@@ -10,7 +10,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Wanted instances on the selected cards.
+/// Wanted instances on the selected cards. Checked and kept, not acted on yet.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[x_kube(validation = Rule::new("(self.strategy == 'Dynamic') == has(self.dynamic)").message(
     "dynamic must be given with strategy Dynamic, and only then"
@@ -25,7 +25,8 @@ use serde::{Deserialize, Serialize};
     status = "MIGLayoutStatus",
     derive = "Default",
     derive = "PartialEq",
-    doc = "Wanted MIG instances on the selected cards.",
+    doc = "Wanted MIG instances on the selected cards. Not acted on yet: an object of this kind is checked and kept, but no instance \
+           is made or removed for it, and its status stays empty. A GPUNode's `mode: mig` only closes cards for new GPU pods.",
     printcolumn(name = "TARGETS", type_ = "integer", json_path = ".status.summary.targets"),
     printcolumn(name = "APPLIED", type_ = "integer", json_path = ".status.summary.applied"),
     printcolumn(name = "BLOCKED", type_ = "integer", json_path = ".status.summary.blocked"),

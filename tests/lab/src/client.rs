@@ -177,14 +177,17 @@ pub fn print_status(json: bool) -> Result<()> {
 }
 
 /// `lab logs`.
-pub fn logs(part: &str, follow: bool) -> Result<()> {
-    let log = layout::log(part);
-    if !log.exists() {
-        connect()?;
+pub fn logs(part: Option<&str>, follow: bool) -> Result<()> {
+    let log = part.map(layout::log);
+    let Some(log) = log.filter(|log| log.exists()) else {
         let parts = status()?.parts;
         let names: Vec<_> = parts.iter().map(|part| part.name.as_str()).collect();
-        bail!("no log of {part:?}: the parts are supervisor, {}", names.join(", "));
-    }
+        let names = format!("the parts are supervisor, {}", names.join(", "));
+        match part {
+            Some(part) => bail!("no log of {part:?}: {names}"),
+            None => bail!("whose log? {names}"),
+        }
+    };
     let mut show = Command::new(if follow { "tail" } else { "cat" });
     if follow {
         show.args(["-n", "50", "-F"]);
@@ -193,20 +196,47 @@ pub fn logs(part: &str, follow: bool) -> Result<()> {
 }
 
 /// `lab fake`: changes the state of a node's fake driver.
-pub fn fake(node: &str, words: &[String]) -> Result<()> {
-    let at = layout::fake_state(node);
-    if !at.exists() {
-        let names: Vec<_> = status()?.plan.nodes.into_iter().map(|node| node.name).collect();
-        bail!("no node {node:?} with a fake driver: there are {}", names.join(", "));
-    }
+pub fn fake(node: Option<&str>, words: &[String]) -> Result<()> {
+    let at = node.map(layout::fake_state);
+    let (Some(at), [_, ..]) = (at.filter(|at| at.exists()), words) else {
+        let nodes: Vec<_> = status()?.plan.nodes.into_iter().map(|node| node.name).collect();
+        bail!(fake_usage(node, &nodes));
+    };
     let store = fake_state::Store::open(at)?;
     println!("{}", fake_state::verb::apply(&store, words)?.trim_end());
     Ok(())
 }
 
+/// What `lab fake` says where it was not told what to do, or to whom.
+fn fake_usage(node: Option<&str>, nodes: &[String]) -> String {
+    let wrong = match node {
+        Some(node) if !nodes.iter().any(|known| known == node) => {
+            format!("no node {node:?} with a fake driver; ")
+        }
+        _ => String::new(),
+    };
+    let verbs = fake_state::verb::USAGE.replace(" | ", "\n  ");
+    format!(
+        "{wrong}usage: lab fake NODE VERB …\nnodes: {}\nverbs (CARD is an index or a uuid):\n  {verbs}",
+        nodes.join(", ")
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn fake_without_a_node_or_a_verb_lists_them() {
+        let nodes = ["node-a".to_owned(), "node-b".to_owned()];
+        for (node, wrong) in [(None, false), (Some("node-a"), false), (Some("xid"), true)] {
+            let said = fake_usage(node, &nodes);
+            assert_eq!(said.contains("no node \"xid\""), wrong, "{said}");
+            for part in ["node-a, node-b", "\n  xid CARD CODE [GI CI]\n", "\n  show"] {
+                assert!(said.contains(part), "{said}");
+            }
+        }
+    }
 
     #[test]
     fn parts_have_homes() {

@@ -58,11 +58,11 @@ enum Verb {
         #[arg(last = true, required = true)]
         command: Vec<OsString>,
     },
-    /// Drive the fake driver of a node.
+    /// Drive the fake driver of a node. Without a node or a verb, lists them.
     Fake {
         /// The node.
-        node: String,
-        /// The verb and its arguments; without any, they are listed.
+        node: Option<String>,
+        /// The verb and its arguments; without any, the verbs are listed.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
@@ -81,8 +81,8 @@ enum Verb {
     },
     /// Print the log of a part.
     Logs {
-        /// The part, as `lab status` names it.
-        part: String,
+        /// The part, as `lab status` names it; without one, the parts are listed.
+        part: Option<String>,
         /// Keep printing what comes.
         #[arg(long, short)]
         follow: bool,
@@ -146,10 +146,10 @@ fn run(verb: Verb) -> Result<()> {
     match verb {
         Verb::Up(up) => client::up(&plan(&up)?),
         Verb::Enter { node, part, command } => client::enter(node.as_deref(), part.as_deref(), &command),
-        Verb::Fake { node, words } => client::fake(&node, &words),
+        Verb::Fake { node, words } => client::fake(node.as_deref(), &words),
         Verb::Fault { part, fault } => client::fault(&part, fault),
         Verb::Status { json } => client::print_status(json),
-        Verb::Logs { part, follow } => client::logs(&part, follow),
+        Verb::Logs { part, follow } => client::logs(part.as_deref(), follow),
         Verb::Down => reap::down(),
         Verb::Reap { plan } => reap::run(&plan),
         Verb::Supervise { plan } => {

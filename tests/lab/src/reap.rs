@@ -145,7 +145,7 @@ fn remove_leftovers() -> Result<()> {
     Ok(())
 }
 
-/// `lab down`: ends the supervisor and waits until the reaper is done.
+/// `lab down`: ends the supervisor and waits until the reaper is done. Says whether there was a lab.
 ///
 /// # Errors
 /// When something is left after half a minute.
@@ -158,6 +158,8 @@ pub fn down() -> Result<()> {
         }
     }
     let deadline = Instant::now() + Duration::from_secs(30);
+    // A folder that nobody holds is what a killed lab left.
+    let was_there = root().exists();
     if let Ok(pid) = client::supervisor_pid() {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
     }
@@ -178,5 +180,7 @@ pub fn down() -> Result<()> {
     };
     // Nothing, unless the reaper was killed as well.
     remove_leftovers()?;
-    fs::remove_dir(root()).context("cannot remove the lab's folder")
+    fs::remove_dir(root()).context("cannot remove the lab's folder")?;
+    eprintln!("lab: {}", if was_there { "ended, and nothing of it is left" } else { "no lab was running" });
+    Ok(())
 }
