@@ -254,9 +254,7 @@ pub enum RequestError {
         key: String,
     },
     /// A resource that is not served.
-    #[error(
-        "container {container}: {key} is not supported: use {COUNT}, {MEMORY} or {MEMORY_PERCENTAGE}, and {CORES}"
-    )]
+    #[error("container {container}: {key} is not supported: {}", instead_of(key))]
     UnsupportedResource {
         /// Container.
         container: String,
@@ -385,6 +383,17 @@ impl RequestError {
             Self::TooManyContainers { .. } => "TooManyContainers",
             Self::DuplicateContainer { .. } => "DuplicateContainer",
         }
+    }
+}
+
+/// What to ask for instead of a resource that is not served.
+fn instead_of(key: &str) -> &'static str {
+    if key.ends_with("/priority") {
+        "write CUDA_TASK_PRIORITY (0 = most urgent) into the container's env"
+    } else if key.contains("/mig-") {
+        "MIG instances are not given out yet; use nvidia.com/gpu, gpumem or gpumem-percentage, and gpucores"
+    } else {
+        "use nvidia.com/gpu, nvidia.com/gpumem or nvidia.com/gpumem-percentage, and nvidia.com/gpucores"
     }
 }
 

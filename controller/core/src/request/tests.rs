@@ -128,9 +128,14 @@ fn a_container_is_refused_for() {
             "priority",
             &[(COUNT, "1"), ("nvidia.com/priority", "0")],
             "UnsupportedResource",
-            "nvidia.com/priority",
+            "CUDA_TASK_PRIORITY",
         ),
-        ("NVIDIA's MIG resources", &[("nvidia.com/mig-1g.10gb", "1")], "UnsupportedResource", "mig-1g.10gb"),
+        (
+            "NVIDIA's MIG resources",
+            &[("nvidia.com/mig-1g.10gb", "1")],
+            "UnsupportedResource",
+            "mig-1g.10gb is not supported: MIG instances",
+        ),
         // WH-08
         ("a misspelt memory", &[(COUNT, "1"), ("nvidia.com/gpu-mem", "1")], "UnsupportedResource", "gpu-mem"),
         ("memory under another name", &[("nvidia.com/mem", "1")], "UnsupportedResource", "gpumem"),
