@@ -53,8 +53,8 @@ fn yaml(crd: &CustomResourceDefinition) -> Result<String, ManifestError> {
 }
 
 /// Takes out what the derive puts in and the API server has no use for: `nullable` (a kept `null` would make
-/// `has()` true in a rule) and Rust's own integer formats (each is a warning at
-/// `kubectl apply`); the range that such a format stands for stays.
+/// `has()` true in a rule), Rust's own integer formats (each is a warning at
+/// `kubectl apply`; the range that such a format stands for stays), and line ends within a paragraph of a description.
 fn tidy(schema: &mut Value) {
     match schema {
         Value::Object(map) => {
@@ -74,6 +74,11 @@ fn tidy(schema: &mut Value) {
                 map.get_mut("conditions").and_then(|c| c.pointer_mut("/items/properties"))
             {
                 bound_condition(condition);
+            }
+            // Lines end where the comment's did, and `kubectl explain` wraps them anew: paragraphs stay, lines are joined.
+            if let Some(Value::String(text)) = map.get_mut("description") {
+                let paragraphs = text.split("\n\n").map(|paragraph| paragraph.replace('\n', " "));
+                *text = paragraphs.collect::<Vec<_>>().join("\n\n");
             }
             map.values_mut().for_each(tidy);
         }

@@ -130,9 +130,26 @@ fn what_a_cordon_does_is_explained() {
         &definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"];
     for field in [&spec["cordon"], &spec["cards"]["items"]["properties"]["cordon"]] {
         let text = field["description"].as_str().unwrap();
-        for part in ["no new pod", "stay\nPending", "run\non", "Nothing is evicted"] {
+        for part in ["no new pod", "stay Pending", "run on", "Nothing is evicted"] {
             assert!(text.contains(part), "{part:?} is not in {text}");
         }
+    }
+}
+
+/// `kubectl explain` says what MIG does not do yet, where somebody asks for it.
+#[test]
+fn what_mig_does_not_do_yet_is_explained() {
+    let schema = |kind: &str| definitions()[kind]["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone();
+    let (node, layout) = (schema("gpunode"), schema("miglayout"));
+    let spec = &node["properties"]["spec"]["properties"];
+    for (field, part) in [
+        (&spec["mode"], "`mig` closes the card for new GPU pods"),
+        (&spec["cards"]["items"]["properties"]["mode"], "`mig` closes the card for new GPU pods"),
+        (&layout, "Not acted on yet"),
+        (&layout["properties"]["spec"], "not acted on yet"),
+    ] {
+        let text = field["description"].as_str().unwrap();
+        assert!(text.contains(part) && !text.contains('\n'), "{part:?} is not in {text}");
     }
 }
 
