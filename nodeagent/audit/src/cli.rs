@@ -10,7 +10,7 @@ use std::sync::Arc;
 use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 
-use crate::{AuditReader, DEFAULT_PATH, Error, Filter, Head};
+use crate::{AuditReader, DEFAULT_PATH, Error, Filter, Head, Holder};
 
 /// Exit code of a question to which the log has no answer.
 pub const NOTHING_FOUND: u8 = 3;
@@ -88,8 +88,9 @@ pub enum Command {
     },
     /// Tells what happened to a pod; exit code 3 when the log knows nothing of it.
     Pod {
-        /// Namespace and name.
-        #[arg(value_name = "NAMESPACE/NAME")]
+        /// Namespace and name, or the pod's UID; the beginning of that is enough where it is clear. Pods that had a name
+        /// one after the other are told apart by their UID.
+        #[arg(value_name = "NAMESPACE/NAME|UID")]
         pod: String,
     },
 }
@@ -129,6 +130,7 @@ pub async fn run_with(
                 kind: kind.clone(),
                 namespace: namespace.clone(),
                 pod: pod.clone(),
+                pod_uid: None,
                 card: match card {
                     Some(card) => Some(whole(&mut reader, card).await?),
                     None => None,
@@ -147,7 +149,8 @@ pub async fn run_with(
         Command::WhoHad { card, at } => {
             let at = at.as_deref().map_or(Ok(now), |text| time("--at", text))?;
             let card = &whole(&mut reader, card).await?;
-            let holders = reader.who_had(card, at).await?;
+            let mut holders = reader.who_had(card, at).await?;
+            holders.sort_by_key(Holder::state_since);
             let remark = match holders.is_empty() {
                 false => None,
                 true if reader.knows_card(card).await? => Some(format!("nobody had {card} at {at}")),
@@ -158,17 +161,14 @@ pub async fn run_with(
             (render::holders(&holders, args.output), remark, found(holders.is_empty()))
         }
         Command::Pod { pod } => {
-            let wrong = || Error::Argument {
-                flag: "pod",
-                value: pod.clone(),
-                want: "NAMESPACE/NAME, e.g. default/train-0",
-            };
-            let (namespace, name) = pod.split_once('/').ok_or_else(wrong)?;
-            if namespace.is_empty() || name.is_empty() || name.contains('/') {
-                return Err(wrong());
-            }
-            let rows = reader.pod(namespace, name).await?;
-            let remark = rows.is_empty().then(|| format!("no event of pod {pod} on this node"));
+            let filter = whose(&mut reader, pod).await?;
+            let rows = reader.list(&filter).await?;
+            let remark = rows.is_empty().then(|| match pod.contains('/') {
+                true => format!("no event of pod {pod} on this node"),
+                false => format!(
+                    "no event of a pod whose UID begins with {pod} on this node; by name it is NAMESPACE/NAME"
+                ),
+            });
             (render::rows(&rows, args.output), remark, found(rows.is_empty()))
         }
     };
@@ -181,6 +181,30 @@ pub async fn run_with(
 
 const fn found(nothing: bool) -> u8 {
     if nothing { NOTHING_FOUND } else { 0 }
+}
+
+/// The rows of the pod that `pod` names, by namespace and name or by its uid.
+async fn whose(reader: &mut AuditReader, pod: &str) -> Result<Filter, Error> {
+    let wrong = |want| Error::Argument { flag: "pod", value: pod.to_owned(), want };
+    if let Some((namespace, name)) = pod.split_once('/') {
+        if namespace.is_empty() || name.is_empty() || name.contains('/') {
+            return Err(wrong("NAMESPACE/NAME, e.g. default/train-0, or the pod's UID"));
+        }
+        let (namespace, name) = (Some(namespace.to_owned()), Some(name.to_owned()));
+        return Ok(Filter { namespace, pod: name, ..Filter::default() });
+    }
+    if pod.is_empty() {
+        return Err(wrong("NAMESPACE/NAME, e.g. default/train-0, or the pod's UID"));
+    }
+    let mut like = reader.pod_uids_like(pod).await?;
+    let uid = match like.len() {
+        0 => pod.to_owned(),
+        // Of all that begin so, a whole one is first.
+        _ if like.first().is_some_and(|uid| uid == pod) => pod.to_owned(),
+        1 => like.remove(0),
+        _ => return Err(wrong("the beginning of one UID alone: give more of it")),
+    };
+    Ok(Filter { pod_uid: Some(uid), ..Filter::default() })
 }
 
 /// The uuid that `card` begins; `card` itself where the log knows it whole, or none like it.

@@ -39,6 +39,8 @@ pub struct Filter {
     pub namespace: Option<String>,
     /// Name of the pod.
     pub pod: Option<String>,
+    /// Uid of the pod.
+    pub pod_uid: Option<String>,
     /// Uuid of a card or MIG instance.
     pub card: Option<String>,
     /// At most so many, the newest.
@@ -176,6 +178,7 @@ impl AuditReader {
             (" AND e.kind = ", &filter.kind),
             (" AND e.pod_namespace = ", &filter.namespace),
             (" AND e.pod_name = ", &filter.pod),
+            (" AND e.pod_uid = ", &filter.pod_uid),
         ] {
             if let Some(wanted) = wanted {
                 query.push(column).push_bind(wanted.clone());
@@ -199,6 +202,21 @@ impl AuditReader {
         let filter =
             Filter { namespace: Some(namespace.to_owned()), pod: Some(name.to_owned()), ..Filter::default() };
         self.list(&filter).await
+    }
+
+    /// The uids of pods that begin with `start`, in order, but no more than two: one is clear, two are not.
+    ///
+    /// # Errors
+    /// What SQLite says.
+    pub async fn pod_uids_like(&mut self, start: &str) -> Result<Vec<String>, Error> {
+        sqlx::query_scalar(
+            "SELECT DISTINCT pod_uid FROM events WHERE pod_uid >= ?1 AND pod_uid < ?2 ORDER BY 1 LIMIT 2",
+        )
+        .bind(start)
+        .bind(format!("{start}{}", char::MAX))
+        .fetch_all(&mut self.connection)
+        .await
+        .map_err(|e| failed(&self.path, e))
     }
 
     /// Who had `card` (or a MIG instance by its own uuid) at `at`: reserved or prepared by then, and not released. A

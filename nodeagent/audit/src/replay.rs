@@ -117,6 +117,14 @@ pub struct Holder {
     pub prepared: Option<Timestamp>,
 }
 
+impl Holder {
+    /// Since when it is in the state it is in: last prepared, or reserved.
+    #[must_use]
+    pub fn state_since(&self) -> Timestamp {
+        self.prepared.unwrap_or(self.since)
+    }
+}
+
 /// Folds rows, oldest first, into a ledger.
 ///
 /// # Errors

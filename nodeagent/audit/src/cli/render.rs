@@ -16,6 +16,9 @@ struct RowView<'a> {
     time: String,
     kind: &'a str,
     node: &'a str,
+    /// Tells pods of one name apart.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pod_uid: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<&'a str>,
     hash: String,
@@ -30,6 +33,7 @@ impl<'a> RowView<'a> {
             time: time(row.time),
             kind: &row.kind,
             node: &row.node,
+            pod_uid: row.pod_uid.as_deref(),
             trace_id: row.trace_id.as_deref(),
             hash: hex::encode(row.hash),
             event: serde_json::from_str(&row.detail).unwrap_or_else(|_| Value::String(row.detail.clone())),
@@ -54,6 +58,7 @@ pub(super) fn rows(rows: &[Row], output: Output) -> String {
             time(row.time),
             row.kind.clone(),
             pod,
+            row.pod_uid.as_deref().map_or_else(dash, short),
             row.container.clone().unwrap_or_else(dash),
             if cards.is_empty() { dash() } else { cards.join(",") },
             row.memory_mib.map_or_else(dash, |mib| format!("{mib}Mi")),
@@ -61,7 +66,7 @@ pub(super) fn rows(rows: &[Row], output: Output) -> String {
             row.event().map_or_else(|_| row.code.clone().unwrap_or_else(dash), |event| note(&event)),
         ]
     });
-    table(["SEQ", "TIME", "KIND", "POD", "CONTAINER", "CARD", "MEM", "CORES", "NOTE"], lines)
+    table(["SEQ", "TIME", "KIND", "POD", "UID", "CONTAINER", "CARD", "MEM", "CORES", "NOTE"], lines)
 }
 
 pub(super) fn holders(holders: &[Holder], output: Output) -> String {
@@ -77,7 +82,7 @@ pub(super) fn holders(holders: &[Holder], output: Output) -> String {
             format!("{}%", holder.share.core_percent),
             holder.share.mig.as_ref().and_then(|mig| mig.uuid.clone()).unwrap_or_else(dash),
             if holder.prepared.is_some() { "prepared".to_owned() } else { "reserved".to_owned() },
-            time(holder.since),
+            time(holder.state_since()),
         ]
     });
     table(["POD", "UID", "CONTAINER", "MEM", "CORES", "MIG", "STATE", "SINCE"], lines)
@@ -112,7 +117,9 @@ fn note(event: &Event) -> String {
             format!("observation {observation}, driver {driver}, {} cards", cards.len())
         }
         Event::HealthChanged { state, xid, message, .. } => {
-            let xid = xid.map(|xid| format!(", XID {xid}")).unwrap_or_default();
+            // The driver's own word mostly begins with the number.
+            let xid = xid.map(|xid| format!("XID {xid}")).filter(|xid| !begins(message, xid));
+            let xid = xid.map(|xid| format!(", {xid}")).unwrap_or_default();
             format!("{state:?}{xid}: {message}")
         }
         Event::AllocationReserved { allocation, .. }
@@ -128,7 +135,8 @@ fn note(event: &Event) -> String {
         Event::Released { code, .. } => code.clone(),
         Event::UsageMinute { cards, .. } => cards.iter().map(minute).collect::<Vec<_>>().join("; "),
         Event::LimitBypassed { held_mib, accounted_mib, limit_mib, processes, .. } => format!(
-            "{held_mib} MiB held by {processes} processes, {accounted_mib} MiB accounted for, limit {limit_mib} MiB"
+            "{held_mib} MiB held by {processes} {}, {accounted_mib} MiB accounted for, limit {limit_mib} MiB",
+            if *processes == 1 { "process" } else { "processes" }
         ),
         Event::AuditGap { code, since, refused } => format!("{code} since {since}, {refused} events refused"),
     }
@@ -138,6 +146,16 @@ fn minute(card: &CardMinute) -> String {
     let busy = card.mean_utilization.map(|m| format!(", {m} % busy")).unwrap_or_default();
     let hits = if card.limit_hits > 0 { format!(", {} refused", card.limit_hits) } else { String::new() };
     format!("peak {} of {} MiB{busy}{hits}", card.peak_mib, card.limit_mib)
+}
+
+/// Whether `text` begins with `word`, and not with a longer one: `XID 79` is not in `XID 790`.
+fn begins(text: &str, word: &str) -> bool {
+    text.strip_prefix(word).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+/// The beginning of a UID: enough to tell pods apart, and to ask by.
+fn short(uid: &str) -> String {
+    uid.chars().take(8).collect()
 }
 
 fn time(time: jiff::Timestamp) -> String {

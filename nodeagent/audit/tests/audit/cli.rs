@@ -1,8 +1,9 @@
 use clap::{Parser, Subcommand};
 use jiff::Timestamp;
 use mullion_audit::cli::{AuditArgs, run_with};
+use mullion_audit::{AuditLog, CardState, Event, Options};
 
-use crate::given::{CARD_A, open, place, refused, small_log};
+use crate::given::{CARD_A, Hands, open, place, prepared, refused, reserved, share, small_log};
 
 /// A program as the agent is: `audit` among its subcommands.
 #[derive(Parser)]
@@ -101,6 +102,7 @@ async fn nothing_found_is_said_and_a_cut_list_too() {
     for output in ["table", "json", "yaml"] {
         for (words, remark) in [
             (["pod", "team/absent", "-o", output].as_slice(), "team/absent"),
+            (["pod", "train", "-o", output].as_slice(), "by name it is NAMESPACE/NAME"),
             (["who-had", "--card", "0", "-o", output].as_slice(), "never seen card 0"),
         ] {
             let none = ask(&at.path, words).await;
@@ -142,7 +144,7 @@ async fn wrong_paths_and_values_are_named() {
         assert_eq!(error.0, "AuditArgument", "{case}");
         assert!(error.1.contains(words[1]) && error.1.contains(words[2]), "{case}: {}", error.1);
     }
-    for pod in ["train", "team/", "/train", "a/b/c"] {
+    for pod in ["", "team/", "/train", "a/b/c"] {
         assert_eq!(ask(&at.path, &["pod", pod]).await.code.unwrap_err().0, "AuditArgument", "{pod}");
     }
 }
@@ -183,4 +185,97 @@ fn every_kind_is_listed_once() {
         serde_json::from_str::<mullion_audit::Event>(r#"{"kind":"NoSuchKind"}"#).unwrap_err().to_string();
     let known: Vec<&str> = error.split('`').skip(3).step_by(2).collect();
     assert_eq!(known, mullion_audit::Event::KINDS, "{error}");
+}
+
+/// A pod that was deleted and made again under its name is another one.
+#[tokio::test]
+async fn pods_of_one_name_are_told_apart_by_uid() {
+    const UIDS: [&str; 2] = ["5a0c2f6e-1111-4000-8000-000000000001", "5a0d9b1c-2222-4000-8000-000000000002"];
+    let at = place();
+    let log = open(&at.path).await;
+    for uid in UIDS {
+        let mut event = prepared("train", "main", &[share(CARD_A, 3000)]);
+        let Event::Prepared { pod, .. } = &mut event else { panic!("{event:?}") };
+        uid.clone_into(&mut pod.uid);
+        log.append(event).await.unwrap();
+    }
+    log.close().await;
+    let both = ask(&at.path, &["pod", "team/train"]).await;
+    let lines: Vec<&str> = both.out.lines().collect();
+    assert!(lines[0].contains("  UID  "), "{}", both.out);
+    assert!(lines[1].contains("  5a0c2f6e  ") && lines[2].contains("  5a0d9b1c  "), "{}", both.out);
+    for asked in [UIDS[1], "5a0d9b1c", "5a0d"] {
+        let one = ask(&at.path, &["pod", asked, "-o", "json"]).await;
+        let rows: serde_json::Value = serde_json::from_str(&one.out).unwrap();
+        assert_eq!((one.code, rows.as_array().unwrap().len()), (Ok(0), 1), "{asked}");
+        assert_eq!(rows[0]["podUid"], UIDS[1], "{asked}");
+    }
+    let yaml = ask(&at.path, &["pod", UIDS[0], "-o", "yaml"]).await;
+    assert!(yaml.out.contains(UIDS[0]) && !yaml.out.contains(UIDS[1]), "{}", yaml.out);
+    let unclear = ask(&at.path, &["pod", "5a0"]).await.code.unwrap_err();
+    assert_eq!(unclear.0, "AuditArgument");
+    assert!(unclear.1.contains("give more of it"), "{}", unclear.1);
+}
+
+/// By the time that each state began, oldest first: the allocation's name says nothing of it.
+#[tokio::test]
+async fn who_had_shows_when_the_state_began_in_that_order() {
+    let at = place();
+    let hands = Hands::default();
+    let clock = hands.clone();
+    let log = AuditLog::open(Options::new(&at.path, "node-a"), move || clock.now()).await.unwrap();
+    let cards = [share(CARD_A, 1000)];
+    let app = || vec![crate::given::container("main", mullion_audit::ContainerKind::App, &cards)];
+    for (time, event) in [
+        ("14:00:00", reserved("zebra", app())),
+        ("14:01:00", reserved("ant", app())),
+        ("14:02:00", reserved("mole", app())),
+        ("14:03:00", prepared("ant", "main", &cards)),
+        ("14:05:00", prepared("zebra", "main", &cards)),
+    ] {
+        hands.set(&format!("2026-03-01T{time}Z"));
+        log.append(event).await.unwrap();
+    }
+    log.close().await;
+    let words = ["who-had", "--card", CARD_A, "--at", "2026-03-01T15:00:00Z"];
+    let table = ask(&at.path, &words).await.out;
+    let found: Vec<_> = table.lines().skip(1).map(|l| l.split_whitespace().collect::<Vec<_>>()).collect();
+    let found: Vec<_> = found.iter().map(|l| (l[0], l[6], &l[7][11..19])).collect();
+    let want = [
+        ("team/mole", "reserved", "14:02:00"),
+        ("team/ant", "prepared", "14:03:00"),
+        ("team/zebra", "prepared", "14:05:00"),
+    ];
+    assert_eq!(found, want, "{table}");
+}
+
+#[tokio::test]
+async fn notes_say_a_thing_once() {
+    let at = place();
+    let log = open(&at.path).await;
+    for (xid, message) in [(Some(79), "XID 79"), (Some(7), "XID 79 and more"), (None, "lost")] {
+        let message = message.to_owned();
+        let event =
+            Event::HealthChanged { card: CARD_A.to_owned(), state: CardState::Unhealthy, xid, message };
+        log.append(event).await.unwrap();
+    }
+    for processes in [1, 2] {
+        let event = Event::LimitBypassed {
+            allocation: crate::given::allocation("train"),
+            pod: crate::given::pod("train"),
+            container: "main".to_owned(),
+            card: CARD_A.to_owned(),
+            held_mib: 2,
+            accounted_mib: 1,
+            limit_mib: 1,
+            processes,
+        };
+        log.append(event).await.unwrap();
+    }
+    log.close().await;
+    let list = ask(&at.path, &["list"]).await.out;
+    let notes: Vec<&str> = list.lines().skip(1).map(|l| l.rsplit("  ").next().unwrap()).collect();
+    let want = ["Unhealthy: XID 79", "Unhealthy, XID 7: XID 79 and more", "Unhealthy: lost"];
+    assert_eq!(notes[..3], want, "{list}");
+    assert!(notes[3].contains("held by 1 process,") && notes[4].contains("held by 2 processes,"), "{list}");
 }
