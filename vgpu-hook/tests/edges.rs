@@ -183,3 +183,31 @@ fn without_nvml_the_first_context_is_charged_as_a_second_one_would_be() {
     another.end();
     session.end();
 }
+
+/// Small images share blocks: which of them seems to take one, and which gives it back, is another one each time.
+#[test]
+#[ignore = "needs the built library"]
+fn small_images_are_charged_by_the_blocks_that_they_have_together() {
+    let place = Place::new().contexts_of(64).limited(512 * MIB);
+    let mut session = place.ready();
+    let mut names: Vec<String> = Vec::new();
+    let mut random = 1_u64;
+    for round in 0..300 {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let pick = usize::try_from(random >> 33).unwrap();
+        if names.len() < 24 || pick % 3 == 0 {
+            let name = format!("m{round}");
+            session.done(&format!("module {name} {}", 4_000 + pick % 600_000));
+            names.push(name);
+        } else {
+            let name = names.swap_remove(pick % names.len());
+            session.done(&format!("unload {name}"));
+        }
+        session.agree(&format!("round {round}"));
+    }
+    for name in names {
+        session.done(&format!("unload {name}"));
+    }
+    assert_eq!(session.agree("all of them unloaded"), 64 * MIB);
+    session.end();
+}

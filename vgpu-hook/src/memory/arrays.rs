@@ -212,8 +212,18 @@ fn ask_driver(real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
 }
 
 fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
+    let objects = &now.container.books.objects;
+    let key = key_of(kind, made.addr() as u64);
     let entry = Entry { size, card: now.card.index, kind: as_kind as u8, note: now.context };
-    let _ = now.container.books.objects.insert(key_of(kind, made.addr() as u64), &entry);
+    let _ = objects.insert(key, &entry);
+    // The context ended while the driver was asked: it took the array along.
+    if now.is_over() && objects.take(key).is_some() {
+        if as_kind == Kind::SmallArray {
+            now.container.books.small_arrays.gone(now.card, size, 0);
+        } else {
+            now.card.memory.free(size);
+        }
+    }
 }
 
 /// Makes one that gets blocks of its own, `size` bytes of them.

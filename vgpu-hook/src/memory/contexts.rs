@@ -5,13 +5,14 @@
 
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
 use super::looks::{self, From};
 use super::measured::{Alone, Measurement, Taken, Trust};
+use super::modules::Group;
 use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
 use crate::container::{self, Card, Container, Lock, Notice};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
@@ -31,7 +32,13 @@ pub(crate) struct Contexts {
     count: [AtomicU64; MAX_DEVICES],
     /// The one context of a card that has just one; else 0.
     only: [AtomicU64; MAX_DEVICES],
+    /// Contexts that have ended, and the last ones among them.
+    ended: AtomicU64,
+    last: [AtomicU64; LAST],
 }
+
+/// Contexts that ended and are kept in mind.
+const LAST: usize = 8;
 
 impl Contexts {
     pub(super) const fn new() -> Self {
@@ -40,7 +47,34 @@ impl Contexts {
             primary: [const { AtomicU64::new(0) }; MAX_DEVICES],
             count: [const { AtomicU64::new(0) }; MAX_DEVICES],
             only: [const { AtomicU64::new(0) }; MAX_DEVICES],
+            ended: AtomicU64::new(0),
+            last: [const { AtomicU64::new(0) }; LAST],
         }
+    }
+
+    /// How many contexts have ended.
+    #[inline]
+    pub(super) fn ended(&self) -> u64 {
+        self.ended.load(Acquire)
+    }
+
+    /// Whether `context` is among those that have ended since `before` had; where too many have, it is not told.
+    pub(super) fn has_ended_since(&self, before: u64, context: u64) -> bool {
+        let since = self.ended().saturating_sub(before);
+        let newest = self.ended();
+        (1..=since.min(LAST as u64)).any(|back| {
+            let place = usize::try_from(newest.wrapping_sub(back)).unwrap_or(0) % LAST;
+            self.last.get(place).is_some_and(|last| last.load(Relaxed) == context)
+        })
+    }
+
+    /// `context` is about to be taken off the books. The lock is held.
+    fn ends(&self, context: u64) {
+        let number = self.ended.load(Relaxed);
+        if let Some(last) = self.last.get(usize::try_from(number).unwrap_or(0) % LAST) {
+            last.store(context, Relaxed);
+        }
+        self.ended.store(number + 1, Release);
     }
 
     /// The context of a card on which this process has just one: then the driver need not be asked which it is. Else 0.
@@ -117,11 +151,11 @@ impl<'c> Making<'c> {
     fn made(self, context: u64, release: impl FnOnce()) -> bool {
         let Self { container, card, measurement, is_first, paid } = self;
         measurement.end(|looking, taken| {
-            let bytes = if taken.is_none() && paid == 0 {
-                size_of_another(looking, container, card, context).unwrap_or(0)
-            } else {
-                size_of_context(taken, paid, is_first)
-            };
+            let mut bytes = size_of_context(taken, paid, is_first);
+            // Nobody knows, or a neighbour freed more than it took.
+            if bytes == 0 && is_first && taken.is_none_or(|taken| taken.trust != Trust::Full) {
+                bytes = size_of_another(looking, container, card, context).unwrap_or(0);
+            }
             if bytes > 0 {
                 learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
             }
@@ -224,12 +258,7 @@ pub(crate) unsafe fn primary_retain(
         // SAFETY: the caller's own arguments.
         _ => return unsafe { real(context, device) },
     };
-    if container.books.contexts.primary(card).is_some_and(|known| known.load(Relaxed) != 0)
-        && looks::primary_is_active(device)
-    {
-        // SAFETY: the caller's own arguments.
-        return unsafe { real(context, device) };
-    }
+    // With the lock also where there is one already: its last reference may be given up at the same time.
     container.books.measuring.prepare(card);
     let _held = container.books.contexts.lock.lock();
     if looks::primary_is_active(device) {
@@ -327,6 +356,8 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
         return;
     }
     let books = &container.books;
+    // First: who enters something from now on sees that it came too late, and what was entered before is found below.
+    books.contexts.ends(context);
     if let Some(entry) = books.objects.take(key_of(kind, context))
         && let Some(card) = container.card_at(entry.card)
     {
@@ -343,7 +374,9 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
         let Some(card) = container.card_at(entry.card) else { return };
         if entry.kind == Kind::SmallArray as u8 {
             books.small_arrays.gone(card, entry.size, 0);
-        } else {
+        } else if entry.kind == Kind::Images as u8 {
+            card.memory.free(Group::charged(&entry));
+        } else if entry.kind != Kind::Module as u8 {
             card.memory.free(entry.size);
         }
     });

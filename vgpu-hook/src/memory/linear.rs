@@ -167,12 +167,23 @@ fn take(
     let size = if kind == Kind::Piece { bytes } else { size };
     let entry = Entry { size, card: now.card.index, kind: kind as u8, note: now.context };
     if now.container.books.pointers.insert(address, &entry).is_ok() {
+        if now.is_over() {
+            take_off(now, address);
+        }
         return result;
     }
     // No memory for the books: what cannot be counted is not given.
     free_at_driver(address);
     give_back(now.container, now.card, address, &entry);
     CUresult::OUT_OF_MEMORY
+}
+
+/// The context ended while the driver was asked, and what was made in it is gone.
+#[cold]
+fn take_off(now: Here, address: CUdeviceptr) {
+    if let Some(entry) = now.container.books.pointers.take(address) {
+        give_back(now.container, now.card, address, &entry);
+    }
 }
 
 fn enter(now: Here, address: CUdeviceptr, bytes: u64) -> Entered {

@@ -94,6 +94,8 @@ enum Kind {
     GreenContext = 9,
     /// An array or a mipmapped one that shares a block; not charged by itself. `size` is what it needs, `note` the context.
     SmallArray = 10,
+    /// Images that are charged together (`modules`); `note` is their context.
+    Images = 11,
 }
 
 impl Books {
@@ -118,6 +120,21 @@ struct Here {
     container: &'static Container,
     card: &'static Card,
     context: u64,
+    /// Contexts of this process that had ended by then.
+    ended: u64,
+}
+
+impl Here {
+    /// Whether the context has ended since: what a thread made in it meanwhile went with it.
+    #[inline]
+    fn is_over(&self) -> bool {
+        self.container.books.contexts.ended() != self.ended && self.is_ended()
+    }
+
+    #[cold]
+    fn is_ended(&self) -> bool {
+        self.container.books.contexts.has_ended_since(self.ended, self.context)
+    }
 }
 
 /// Why a call is not counted.
@@ -155,12 +172,13 @@ fn current_context() -> u64 {
 #[inline]
 fn here() -> Result<Here, Pass> {
     let container = counted()?;
+    let ended = container.books.contexts.ended();
     let card = container.current_card().ok_or(Pass::Driver)?;
     let context = match container.books.contexts.only(card) {
         0 => current_context(),
         only => only,
     };
-    Ok(Here { container, card, context })
+    Ok(Here { container, card, context, ended })
 }
 
 /// Key of a handle among those of its kind: handles of two kinds could be the same number. Addresses of a program's

@@ -1,5 +1,10 @@
-//! Modules and libraries: code and globals, charged with what the process has more of after loading, or, where NVML
-//! does not say that or the card is not shared, with what the card has less of.
+//! Modules and libraries: code and globals, charged with what the process has more of after loading, or, where NVML does not
+//! say that or the card is not shared, with what the card has less of.
+//!
+//! Small images share blocks, and nobody says which: the one that opens a block seems to take all of it, its neighbours
+//! nothing, and the block goes back with the last of them. So the images of a context are charged together: by what is
+//! seen when one is loaded and when one is unloaded, and with nothing when there are none. Libraries belong to no context;
+//! those of a card are together.
 //!
 //! With lazy loading (the default since CUDA 12.2) a function's code comes with its first use, which is not seen here.
 
@@ -7,9 +12,12 @@ use core::ffi::{c_char, c_uint, c_void};
 
 use mullion_accounting::Entry;
 
+use super::blocks::{BLOCK, round_up};
+use super::contexts::any_context;
 use super::looks::From;
+use super::measured::{Taken, Trust};
 use super::{Kind, Pass, charge, counted, here, key_of};
-use crate::container;
+use crate::container::{self, Card, Container};
 use crate::cuda::{CUlibrary, CUmodule, CUresult};
 use crate::driver;
 
@@ -17,6 +25,72 @@ use crate::driver;
 const MOST: u64 = 1 << 30;
 
 type Unload = unsafe extern "C" fn(*mut c_void) -> CUresult;
+
+/// Images that are charged together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Group {
+    count: u64,
+    /// Charged for them.
+    bytes: u64,
+}
+
+/// In what images are charged.
+const PAGE: u64 = 4096;
+const COUNT_BITS: u32 = 20;
+
+impl Group {
+    /// From the size of a table's entry.
+    const fn unpack(size: u64) -> Self {
+        Self { count: size & ((1 << COUNT_BITS) - 1), bytes: (size >> COUNT_BITS) * PAGE }
+    }
+
+    const fn pack(self) -> u64 {
+        let count = if self.count < 1 << COUNT_BITS { self.count } else { (1 << COUNT_BITS) - 1 };
+        self.bytes / PAGE << COUNT_BITS | count
+    }
+
+    /// What is charged for the group that a table's entry stands for.
+    pub(super) const fn charged(entry: &Entry) -> u64 {
+        Self::unpack(entry.size).bytes
+    }
+
+    fn with(self, taken: u64) -> Self {
+        Self { count: self.count + 1, bytes: self.bytes + taken }
+    }
+
+    /// Without one, whose end gave back `given_back` bytes.
+    fn without(self, given_back: u64) -> Self {
+        let count = self.count.saturating_sub(1);
+        Self { count, bytes: if count == 0 { 0 } else { self.bytes.saturating_sub(given_back) } }
+    }
+}
+
+/// The key of the group that an image belongs to, and the context that it goes with.
+fn group_of(kind: Kind, context: u64, card: &Card) -> (u64, u64) {
+    if kind == Kind::Module {
+        (key_of(Kind::Images, context), context)
+    } else {
+        // No context's address.
+        (key_of(Kind::Images, u64::from(card.index) + 1), 0)
+    }
+}
+
+/// Changes the group of an image; what it was and is. Nobody else looks, so nobody else changes it.
+fn change(
+    container: &Container,
+    card: &Card,
+    (key, note): (u64, u64),
+    change: impl FnOnce(Group) -> Group,
+) -> (Group, Group) {
+    let objects = &container.books.objects;
+    let before = objects.take(key).map_or(Group::default(), |entry| Group::unpack(entry.size));
+    let after = change(before);
+    if after.count > 0 {
+        let entry = Entry { size: after.pack(), card: card.index, kind: Kind::Images as u8, note };
+        let _ = objects.insert(key, &entry);
+    }
+    (before, after)
+}
 
 /// Charges what `real` loads.
 ///
@@ -45,7 +119,7 @@ unsafe fn load(
         return result;
     }
     let charged = measurement.end(|_, taken| {
-        let taken = taken.map_or(0, |taken| taken.more(MOST));
+        let taken = round_up(taken.map_or(0, |taken| taken.more(MOST)), PAGE);
         let Some(claim) = charge::ask(now.container, now.card, taken) else {
             if let Some(unload) = unload() {
                 // SAFETY: an image that nobody knows of.
@@ -54,10 +128,18 @@ unsafe fn load(
             return false;
         };
         charge::settle(now.card, claim);
-        // A library belongs to no context.
-        let note = if kind == Kind::Module { now.context } else { 0 };
-        let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note };
-        let _ = now.container.books.objects.insert(key_of(kind, loaded.addr() as u64), &entry);
+        let group = group_of(kind, now.context, now.card);
+        change(now.container, now.card, group, |group| group.with(taken));
+        let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note: group.1 };
+        let objects = &now.container.books.objects;
+        let _ = objects.insert(key_of(kind, loaded.addr() as u64), &entry);
+        // The context ended while the driver was asked: it took the image along.
+        if kind == Kind::Module
+            && now.is_over()
+            && let Some(group) = objects.take(group.0)
+        {
+            now.card.memory.free(Group::charged(&group));
+        }
         true
     });
     if !charged {
@@ -188,14 +270,69 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
     let key = key_of(kind, handle.addr() as u64);
     let Some(entry) = container.books.objects.take(key) else { return real() };
     let Some(card) = container.card_at(entry.card) else { return real() };
-    let _hidden = container.books.measuring.hidden();
+    // Its context need not be the current one.
+    let context = if kind == Kind::Module { Some(entry.note) } else { any_context(container, card) };
+    let from = context.map_or(From::Nowhere, From::Context);
+    let measurement = container.books.measuring.begin(container, card, from, card.is_shared());
     container::fault_point();
     let result = real();
     container::fault_point();
-    if result.is_ok() {
-        card.memory.free(entry.size);
-    } else {
+    if !result.is_ok() {
+        measurement.abandon();
         let _ = container.books.objects.insert(key, &entry);
+        return result;
     }
+    measurement.end(|_, taken| {
+        let given_back = given_back(taken, entry.size);
+        let (before, after) =
+            change(container, card, group_of(kind, entry.note, card), |group| group.without(given_back));
+        card.memory.free(before.bytes - after.bytes);
+    });
     result
+}
+
+/// What an image gave back that seemed to take `size`: a neighbour's doing is not taken for more than a block beyond that.
+fn given_back(taken: Option<Taken>, size: u64) -> u64 {
+    let most = size.saturating_add(BLOCK);
+    match taken {
+        Some(taken) if taken.trust == Trust::Full => taken.less(MOST),
+        Some(taken) if taken.trust == Trust::Card => taken.less(most),
+        _ => size,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_charged_together_until_the_last_is_gone() {
+        let mut group = Group::default();
+        for taken in [BLOCK, 0, 0, BLOCK] {
+            group = group.with(taken);
+        }
+        assert_eq!(group, Group { count: 4, bytes: 2 * BLOCK });
+        assert_eq!(Group::unpack(group.pack()), group);
+        // The one that opened the block, and then the last one in it.
+        group = group.without(0);
+        assert_eq!(group, Group { count: 3, bytes: 2 * BLOCK });
+        group = group.without(BLOCK);
+        assert_eq!(group, Group { count: 2, bytes: BLOCK });
+        assert_eq!(group.without(0).without(0), Group::default());
+        assert_eq!(group.without(5 * BLOCK).bytes, 0, "more than is charged");
+    }
+
+    #[test]
+    fn what_goes_back_is_believed_as_far_as_it_can_be() {
+        for (case, bytes, trust, size, want) in [
+            ("its own figure", -5 << 20, Some(Trust::Full), 0, 5 << 20),
+            ("its own figure grew", 5 << 20, Some(Trust::Full), 3 << 20, 0),
+            ("a neighbour freed as well", -900 << 20, Some(Trust::Card), 3 << 20, 5 << 20),
+            ("in company", -900 << 20, Some(Trust::Busy), 3 << 20, 3 << 20),
+            ("not seen", 0, None, 3 << 20, 3 << 20),
+        ] {
+            let taken = trust.map(|trust| Taken { bytes, trust });
+            assert_eq!(given_back(taken, size), want, "{case}");
+        }
+    }
 }
