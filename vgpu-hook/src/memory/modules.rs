@@ -46,7 +46,7 @@ impl Group {
 
     const fn pack(self) -> u64 {
         let count = if self.count < 1 << COUNT_BITS { self.count } else { (1 << COUNT_BITS) - 1 };
-        self.bytes / PAGE << COUNT_BITS | count
+        ((self.bytes / PAGE) << COUNT_BITS) | count
     }
 
     /// What is charged for the group that a table's entry stands for.
