@@ -30,8 +30,8 @@ const PAUSE_NS: u64 = 100_000;
 const LOOK_NS: u64 = 100_000_000;
 /// The same for a while after a look that waited in vain, since whoever it waited for is likely still there.
 const LOOK_AFTER_NS: u64 = 1_000_000;
-/// How long a measurement waits for another one.
-const TURN_NS: u64 = 500_000_000;
+/// How long a measurement may take that another one waits for: a context is made in less, an image may be compiled in more.
+const TURN_NS: u64 = 2_000_000_000;
 /// The same for what is over at once.
 const SHORT_TURN_NS: u64 = 20_000_000;
 /// How long a thread waits for the silence of another one to end: longer than a look takes.
@@ -75,7 +75,9 @@ struct UnderWay {
     count: AtomicU32,
     /// The thread that began the last one: what it does within its own measurement does not wait for that.
     thread: AtomicUsize,
-    /// Not 0 when somebody waited in vain for those under way: nobody else does.
+    /// When the last one began, coarse ns.
+    began_ns: AtomicU64,
+    /// Not 0 when a measurement waited in vain for those under way: nobody else does.
     is_long: AtomicU32,
     base: [AtomicI64; WAYS],
 }
@@ -84,6 +86,7 @@ impl UnderWay {
     /// One has begun; whether it is the only one.
     fn begins(&self) -> bool {
         self.thread.store(thread(), Relaxed);
+        self.began_ns.store(now_ns(), Relaxed);
         self.count.fetch_add(1, Relaxed) == 0
     }
 
@@ -93,6 +96,16 @@ impl UnderWay {
             self.is_long.store(0, Relaxed);
         }
         sys::futex_wake(self.count.as_ptr());
+    }
+
+    /// Whether those under way are not worth waiting for by somebody who waits for `most_ns` at most. The time counts from their
+    /// beginning: however many wait, each has its turn.
+    fn takes_longer_than(&self, most_ns: u64) -> bool {
+        let is_over = now_ns().saturating_sub(self.began_ns.load(Relaxed)) >= most_ns;
+        if is_over && most_ns >= TURN_NS {
+            self.is_long.store(1, Relaxed);
+        }
+        is_over || self.is_long.load(Relaxed) != 0
     }
 
     /// Whether a measurement of another thread is under way.
@@ -264,6 +277,7 @@ impl Measuring {
                 UnderWay {
                     count: AtomicU32::new(0),
                     thread: AtomicUsize::new(0),
+                    began_ns: AtomicU64::new(0),
                     is_long: AtomicU32::new(0),
                     base: [const { AtomicI64::new(NONE) }; WAYS],
                 }
@@ -440,17 +454,12 @@ impl Measuring {
         Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet }
     }
 
-    /// The lock, when no measurement of the card is under way; or after a while, for all who wait for the same one
-    /// together.
+    /// The lock, when no measurement of the card is under way, or none that is worth waiting for.
     fn lock_in_turn(&self, card: &Card, most_ns: u64) -> Held<'_> {
-        let began = now_ns();
         loop {
             let held = self.lock.lock();
             let Some(other) = self.under_way(card).filter(|other| other.is_anothers()) else { return held };
-            if now_ns().saturating_sub(began) >= most_ns {
-                other.is_long.store(1, Relaxed);
-            }
-            if other.is_long.load(Relaxed) != 0 {
+            if other.takes_longer_than(most_ns) {
                 return held;
             }
             let count = other.count.load(Relaxed);
