@@ -11,6 +11,7 @@ mod sessions;
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 use mullion_region::usage;
 use sessions::{MIB, OUT_OF_MEMORY, Place};
@@ -58,6 +59,66 @@ fn a_graphs_memory_is_charged_to_the_card_of_its_nodes() {
     session.done("sync");
     session.done("trim-graphs 1");
     assert_eq!(card!(place, session, 1), (0, 0));
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_graph_with_memory_on_two_cards_is_held_to_both_limits() {
+    let mut place = Place::new();
+    place.set("CUDA_DEVICE_MEMORY_LIMIT_0", "200m");
+    place.set("CUDA_DEVICE_MEMORY_LIMIT_1", "50m");
+    let mut session = place.ready();
+    for (name, first, second) in [("g", 100, 90), ("h", 250, 40), ("i", 30, 90)] {
+        session.done(&format!("graph-on-two {name} {} {}", first * MIB, second * MIB));
+        assert_eq!(session.ask(&format!("launch {name}")), [OUT_OF_MEMORY], "{first} and {second} MiB");
+        assert_eq!(card!(place, session, 0), (0, 0), "{first} and {second} MiB");
+        assert_eq!(card!(place, session, 1), (0, 0), "{first} and {second} MiB");
+    }
+    session.done(&format!("graph-on-two fits {} {}", 100 * MIB, 40 * MIB));
+    session.done("launch fits");
+    assert_eq!(card!(place, session, 0), (100 * MIB, 100 * MIB));
+    assert_eq!(card!(place, session, 1), (40 * MIB, 40 * MIB));
+    session.refused(&format!("alloc a {}", 101 * MIB));
+    session.done(&format!("alloc b {}", 99 * MIB));
+    session.done("destroy-graph fits");
+    // The driver gives the same handles again.
+    session.done(&format!("graph other {} 1", 11 * MIB));
+    assert_eq!(session.ask("launch other"), [OUT_OF_MEMORY]);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_graphs_memory_is_found_however_deep_it_lies() {
+    for depth in [0, 8, 9, 40] {
+        let place = Place::new().limited(128 * MIB);
+        let mut session = place.ready();
+        session.done(&format!("graph-within large {} {depth}", 300 * MIB));
+        assert_eq!(session.ask("launch large"), [OUT_OF_MEMORY], "{depth} deep");
+        session.done(&format!("graph-within g {} {depth}", 40 * MIB));
+        session.done("launch g");
+        assert_eq!(card!(place, session, 0), (40 * MIB, 40 * MIB), "{depth} deep");
+        assert_eq!(session.agree("after the launch"), 40 * MIB, "{depth} deep");
+    }
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_graph_that_cannot_be_read_is_charged_after_its_launch() {
+    let place = Place::new().limited(128 * MIB);
+    let mut session = place.ready();
+    session.done("fail cuGraphGetNodes 999 1");
+    session.done(&format!("graph g {} 0", 300 * MIB));
+    session.done("launch g");
+    let (charged, given) = card!(place, session, 0);
+    // What the graph frees at its end is not kept beyond the limit.
+    assert_eq!(charged, given, "after the launch");
+    assert!(given <= 128 * MIB, "given {given}");
+    session.done("fail cuGraphGetNodes 999 1");
+    session.done(&format!("graph-within kept {} 0", 300 * MIB));
+    session.done("launch kept");
+    assert_eq!(card!(place, session, 0), (300 * MIB, 300 * MIB));
+    session.refused("alloc a 512");
+    assert_eq!(session.ask("launch g"), [OUT_OF_MEMORY]);
 }
 
 #[test]
@@ -164,6 +225,49 @@ fn what_lies_behind_an_imported_mapping_is_unmapped_with_it() {
     assert_eq!(session.agree("mapped"), 6 * MIB);
     session.done("unmap va 6291456 0");
     assert_eq!(session.agree("unmapped, and theirs left"), 2 * MIB);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn the_size_of_a_range_to_unmap_costs_no_time() {
+    let place = Place::new().limited(64 * MIB);
+    let mut session = place.ready();
+    session.done("create a 4194304");
+    session.done("reserve va 33554432");
+    session.done("map va a 8388608 4194304");
+    session.done("release a");
+    let start = Instant::now();
+    assert_ne!(session.ask("unmap va 0x800000000000 0")[0], 0);
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+    assert_eq!(session.agree("refused"), 4 * MIB);
+    session.done("unmap va 4194304 8388608");
+    assert_eq!(session.agree("unmapped"), 0);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn many_mappings_behind_a_large_one_that_is_not_counted_are_unmapped_with_it() {
+    let place = Place::new().limited(512 * MIB);
+    let mut session = place.ready();
+    session.done("create theirs 16777216");
+    session.done("import i theirs");
+    session.done("reserve va 1073741824");
+    session.done("map va i 0 16777216");
+    for piece in 0..70 {
+        session.done(&format!("create p{piece} 2097152"));
+        session.done(&format!("map va p{piece} {} 2097152", 16 * MIB + piece * 2 * MIB));
+        session.done(&format!("release p{piece}"));
+    }
+    // Behind the range.
+    session.done("create behind 2097152");
+    session.done(&format!("map va behind {} 2097152", 156 * MIB));
+    session.done("release behind");
+    assert_ne!(session.ask(&format!("unmap va {} 0", 155 * MIB))[0], 0);
+    assert_eq!(session.agree("a part of a mapping is refused"), 158 * MIB);
+    session.done(&format!("unmap va {} 0", 156 * MIB));
+    assert_eq!(session.agree("theirs and what is behind left"), 18 * MIB);
+    session.done(&format!("unmap va 2097152 {}", 156 * MIB));
+    assert_eq!(session.agree("theirs left"), 16 * MIB);
 }
 
 // An image that does not ask for the driver's `utility` part.

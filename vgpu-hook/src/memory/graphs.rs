@@ -1,37 +1,34 @@
 //! Memory of graphs: allocation nodes take it from a pool of the card's own when the graph is launched.
 //!
-//! The pool is charged with what it holds, like any other. What a launch may add is known from the nodes, counted when
-//! the graph was instantiated.
+//! The pool is charged with what it holds, like any other. What a launch may add, on each card, is known from the nodes,
+//! counted when the graph was instantiated.
 
 use core::ffi::{c_char, c_void};
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicBool, AtomicU64};
 
-use mullion_accounting::Entry;
+use mullion_accounting::{Claim, Entry};
 use mullion_region::MAX_DEVICES;
 
 use super::arena::{Arena, Entries};
 use super::blocks::{BLOCK, round_up};
-use super::{Here, charge, counted, here};
+use super::graph_nodes::Wanted;
+use super::{charge, counted};
 use crate::container::{self, Card, Container, Held, Lock};
 use crate::cuda::{
     CUdevice, CUenum, CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeParams, CUresult, CUstream, CUuint64,
-    GraphInstantiateParams, LOCATION_DEVICE, MemAllocNodeParams,
+    GraphInstantiateParams, MemAllocNodeParams,
 };
 use crate::driver;
 use crate::launch;
-use crate::sys;
 
 /// `CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT`.
 const USED: CUenum = 0;
 /// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
 const RESERVED: CUenum = 2;
-/// `CU_GRAPH_NODE_TYPE_GRAPH`.
-const CHILD: CUenum = 4;
-/// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`.
-const ALLOCATION: CUenum = 10;
-/// Graphs within graphs that are looked into.
-const DEPTH: u32 = 8;
+
+/// Of an executable graph's entry: not all of its nodes could be read.
+const UNFORESEEN: u8 = 1;
 
 /// The pool of one card.
 #[derive(Debug)]
@@ -45,10 +42,17 @@ struct Pool {
 pub(crate) struct Graphs {
     /// Whether any graph may have an allocation node.
     any: AtomicBool,
+    /// Whether any executable graph has one.
+    is_any_executable: AtomicBool,
     pools: [Pool; MAX_DEVICES],
-    /// By executable graph: the bytes of its allocation nodes on the card that has the most of them; `note` is 1 when
-    /// others have some too.
+    /// By executable graph and card: the bytes of its allocation nodes there. The first of its cards stands under the
+    /// graph itself; `note` has a bit for each of the others, `kind` may be [`UNFORESEEN`].
     executables: Entries,
+}
+
+/// Key of a graph's bytes on one more card. Addresses of a program's memory are below 2^57.
+const fn key_on(handle: u64, card: u8) -> u64 {
+    handle ^ (card as u64 + 1) << 58
 }
 
 fn attribute(device: CUdevice, which: CUenum) -> Option<u64> {
@@ -65,6 +69,7 @@ impl Graphs {
     pub(super) const fn new() -> Self {
         Self {
             any: AtomicBool::new(false),
+            is_any_executable: AtomicBool::new(false),
             pools: [const { Pool { lock: Lock::new(), charged: AtomicU64::new(0) } }; MAX_DEVICES],
             executables: Arena::table(),
         }
@@ -106,6 +111,57 @@ impl Graphs {
         !self.any.load(Relaxed) || container.cards().all(observe)
     }
 
+    /// After a call with which a launch may have ended. A pool that is held is followed by its holder: a launch may wait
+    /// for room in its queue, and whoever synchronises must not wait for that.
+    #[inline]
+    pub(super) fn observe_launched(&self, container: &Container) {
+        if self.is_any_executable.load(Relaxed) {
+            self.try_observe_all(container);
+        }
+    }
+
+    /// What launches of an executable graph may ask for; `None` where it has no allocation node.
+    fn wanted(&self, executable: u64) -> Option<Wanted> {
+        let first = self.executables.get(executable)?;
+        let mut wanted = Wanted { bytes: [0; MAX_DEVICES], is_unforeseen: first.kind == UNFORESEEN };
+        for (card, bytes) in (0_u8..).zip(&mut wanted.bytes) {
+            if card == first.card {
+                *bytes = first.size;
+            } else if first.note & 1 << card != 0 {
+                *bytes = self.executables.get(key_on(executable, card)).map_or(0, |entry| entry.size);
+            }
+        }
+        Some(wanted)
+    }
+
+    fn enter(&self, executable: u64, wanted: &Wanted) {
+        let mut first: Option<Entry> = None;
+        let kind = if wanted.is_unforeseen { UNFORESEEN } else { 0 };
+        for (card, size) in (0_u8..).zip(wanted.bytes).filter(|&(_, size)| size > 0) {
+            if let Some(first) = &mut first {
+                let entry = Entry { size, card, kind, note: 0 };
+                if self.executables.insert(key_on(executable, card), &entry).is_ok() {
+                    first.note |= 1 << card;
+                }
+            } else {
+                first = Some(Entry { size, card, kind, note: 0 });
+            }
+        }
+        if let Some(first) = first {
+            let _ = self.executables.insert(executable, &first);
+            self.is_any_executable.store(true, Relaxed);
+        }
+    }
+
+    fn leave(&self, executable: u64) -> Option<Wanted> {
+        let wanted = self.wanted(executable)?;
+        self.executables.take(executable);
+        for (card, _) in (0_u8..).zip(wanted.bytes).filter(|&(_, size)| size > 0) {
+            self.executables.take(key_on(executable, card));
+        }
+        Some(wanted)
+    }
+
     /// Takes stock of the cards whose pools hold anything.
     pub(super) fn observe_all(&self, container: &Container) {
         if self.any.load(Relaxed) {
@@ -141,159 +197,121 @@ fn trim(container: &Container, card: &Card, pool: &Pool, held: &Held<'_>) -> boo
     pool.charged.load(Relaxed) < before
 }
 
-/// Bytes that allocation nodes ask for, by card.
-struct Asked {
-    now: Here,
-    bytes: [u64; MAX_DEVICES],
-}
-
-impl Asked {
-    fn add(&mut self, card: &Card, bytes: u64) {
-        if let Some(sum) = self.bytes.get_mut(usize::from(card.index)) {
-            *sum = sum.saturating_add(bytes);
-        }
-    }
-}
-
-/// Adds what the allocation nodes of a graph ask for.
-fn add_asked(asked: &mut Asked, graph: CUgraph, depth: u32) {
-    let nodes = driver::function!(
-        cuGraphGetNodes: unsafe extern "C" fn(CUgraph, *mut CUgraphNode, *mut usize) -> CUresult
-    );
-    let kind = driver::function!(
-        cuGraphNodeGetType: unsafe extern "C" fn(CUgraphNode, *mut CUenum) -> CUresult
-    );
-    let (Some(nodes), Some(kind)) = (nodes, kind) else { return };
-    let mut count = 0;
-    // SAFETY: without a place for nodes, the driver only counts them.
-    let result = unsafe { nodes(graph, core::ptr::null_mut(), &raw mut count) };
-    let Some(bytes) = count.checked_mul(size_of::<CUgraphNode>()).filter(|_| result.is_ok() && count > 0)
-    else {
-        return;
-    };
-    let Ok(memory) = sys::map_private(bytes) else { return };
-    #[expect(clippy::cast_ptr_alignment, reason = "a mapping begins on a page")]
-    let list = memory.cast::<CUgraphNode>();
-    // SAFETY: room for `count` nodes.
-    let result = unsafe { nodes(graph, list, &raw mut count) };
-    for index in (0..count).take_while(|_| result.is_ok()) {
-        // SAFETY: below `count`.
-        let place = unsafe { list.add(index) };
-        // SAFETY: the driver has written it.
-        let node = unsafe { place.read() };
-        let mut found = 0;
-        // SAFETY: a node of the graph; the driver writes one number.
-        if unsafe { kind(node, &raw mut found) }.is_ok() {
-            match found {
-                ALLOCATION => add_asked_by_node(asked, node),
-                CHILD if depth > 0 => add_asked_by_child(asked, node, depth - 1),
-                _ => {}
-            }
-        }
-    }
-    // SAFETY: the mapping made above, of which nothing is used any more.
-    unsafe { sys::unmap(memory, bytes) };
-}
-
-fn add_asked_by_node(asked: &mut Asked, node: CUgraphNode) {
-    let ask = driver::function!(
-        cuGraphMemAllocNodeGetParams: unsafe extern "C" fn(CUgraphNode, *mut MemAllocNodeParams) -> CUresult
-    );
-    let mut parameters = core::mem::MaybeUninit::<MemAllocNodeParams>::zeroed();
-    match ask {
-        // SAFETY: an allocation node; the driver fills in the structure.
-        Some(ask) if unsafe { ask(node, parameters.as_mut_ptr()) }.is_ok() => {
-            // SAFETY: zeroed, so whole whatever the driver wrote.
-            let parameters = unsafe { parameters.assume_init() };
-            let location = parameters.pool.location;
-            let card =
-                if location.kind == LOCATION_DEVICE { asked.now.container.card(location.id) } else { None };
-            asked.add(card.unwrap_or(asked.now.card), round_up(parameters.bytes as u64, BLOCK));
-        }
-        // Not told: what it takes is charged after the launch.
-        _ => asked.add(asked.now.card, BLOCK),
-    }
-}
-
-fn add_asked_by_child(asked: &mut Asked, node: CUgraphNode, depth: u32) {
-    let ask = driver::function!(
-        cuGraphChildGraphNodeGetGraph: unsafe extern "C" fn(CUgraphNode, *mut CUgraph) -> CUresult
-    );
-    let mut graph = core::ptr::null_mut();
-    // SAFETY: a node with a graph in it; the driver writes one handle.
-    if ask.is_some_and(|ask| unsafe { ask(node, &raw mut graph) }.is_ok()) {
-        add_asked(asked, graph, depth);
-    }
-}
-
 /// A graph was instantiated: notes what its launches may ask for.
 ///
 /// # Safety
 /// `executable` is a place that the driver has written, or null.
 unsafe fn instantiated(result: CUresult, graph: CUgraph, executable: *mut CUgraphExec) -> CUresult {
-    let Ok(now) = here() else { return result };
-    let graphs = &now.container.books.graphs;
+    let Ok(container) = counted() else { return result };
+    let graphs = &container.books.graphs;
     if !result.is_ok() || executable.is_null() || !graphs.any.load(Relaxed) {
         return result;
     }
-    let mut asked = Asked { now, bytes: [0; MAX_DEVICES] };
-    add_asked(&mut asked, graph, DEPTH);
-    let cards = (0_u8..).zip(asked.bytes).filter(|&(_, size)| size > 0);
-    if let Some((card, size)) = cards.clone().max_by_key(|&(_, size)| size) {
-        // SAFETY: the driver has just written it.
-        let handle = unsafe { executable.read() }.addr() as u64;
-        let entry = Entry { size, card, kind: 0, note: u64::from(cards.count() > 1) };
-        graphs.executables.take(handle);
-        let _ = graphs.executables.insert(handle, &entry);
-        graphs.observe_all(now.container);
+    let card = container.current_card().or_else(|| container.cards().next());
+    let wanted = Wanted::of(container, card, graph);
+    // SAFETY: the driver has just written it.
+    let handle = unsafe { executable.read() }.addr() as u64;
+    graphs.leave(handle);
+    if wanted.bytes.iter().any(|&bytes| bytes > 0) {
+        graphs.enter(handle, &wanted);
+        graphs.observe_all(container);
     }
     result
 }
 
-/// Runs `real`, which may make a card's pool take more.
-fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Ok(container) = counted() else { return real() };
-    let graphs = &container.books.graphs;
-    let known =
-        if graphs.any.load(Relaxed) { graphs.executables.get(executable.addr() as u64) } else { None };
-    let Some(entry) = known else { return real() };
-    let card = container.card_at(entry.card);
-    let Some((card, pool)) = card.and_then(|card| Some((card, graphs.pool(card)?))) else { return real() };
-    // Before the pool is held: whoever looks waits for it.
-    container.books.measuring.heed();
+/// A launch's part on one card, whose pool is held until this goes.
+struct Part<'c> {
+    card: &'c Card,
+    pool: &'c Pool,
+    held: Held<'c>,
+    claim: Claim,
+    /// What the pool held before the launch.
+    before: u64,
+}
+
+/// Claims what a launch lacks on one card; `None` where the limit has no room for it.
+fn part<'c>(container: &Container, card: &'c Card, pool: &'c Pool, bytes: u64) -> Option<Part<'c>> {
     let held = pool.lock.lock();
     let (reserved, used) = follow(container, card, pool, &held);
-    let whole = round_up(entry.size, BLOCK);
-    let missing = round_up(entry.size.saturating_sub(reserved.saturating_sub(used)), BLOCK);
+    let whole = round_up(bytes, BLOCK);
+    let missing = round_up(bytes.saturating_sub(reserved.saturating_sub(used)), BLOCK);
     let claim =
         [whole, missing].into_iter().find_map(|bytes| charge::try_ask(container, card, bytes)).or_else(
             || trim(container, card, pool, &held).then(|| charge::try_ask(container, card, whole)).flatten(),
-        );
-    let Some(claim) = claim else {
-        charge::refused(card);
-        return CUresult::OUT_OF_MEMORY;
-    };
+        )?;
     // A trim may have changed it.
     let before = pool.charged.load(Relaxed);
+    Some(Part { card, pool, held, claim, before })
+}
+
+impl Part<'_> {
+    /// The driver has launched.
+    fn settle(self, container: &Container) {
+        let Self { card, pool, held, claim, before } = self;
+        let after = container.device(card).and_then(|device| attribute(device, RESERVED)).unwrap_or(before);
+        charge::settle_at(card, claim, after.saturating_sub(before));
+        if after < before {
+            card.memory.free(before - after);
+        }
+        pool.charged.store(after, Relaxed);
+        drop(held);
+    }
+
+    /// The driver has not, but may have taken some of the memory.
+    fn undo(self, container: &Container, why: CUresult) {
+        charge::undo(self.card, self.claim, why);
+        follow(container, self.card, self.pool, &self.held);
+    }
+}
+
+/// Runs `real`, which may make the pools of cards take more.
+fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult {
+    let Ok(container) = counted() else { return real() };
+    let graphs = &container.books.graphs;
+    let known = if graphs.any.load(Relaxed) { graphs.wanted(executable.addr() as u64) } else { None };
+    let Some(wanted) = known else { return real() };
+    // Before a pool is held: whoever looks waits for it.
+    container.books.measuring.heed();
+    let mut parts = [const { None }; MAX_DEVICES];
+    // In the order of cards, as all launches do: two that wait for each other's pools would wait for ever.
+    let cards = (0_u8..).zip(wanted.bytes).filter(|&(_, bytes)| bytes > 0);
+    let cards = cards.filter_map(|(index, bytes)| Some((container.card_at(index)?, bytes)));
+    for (place, (card, bytes)) in parts.iter_mut().zip(cards) {
+        let Some(pool) = graphs.pool(card) else { continue };
+        *place = part(container, card, pool, bytes);
+        if place.is_none() {
+            for part in parts.into_iter().flatten() {
+                part.card.memory.undo(part.claim);
+            }
+            charge::refused(card);
+            return CUresult::OUT_OF_MEMORY;
+        }
+    }
     container::fault_point();
     let result = real();
     container::fault_point();
-    if !result.is_ok() {
-        charge::undo(card, claim, result);
-        follow(container, card, pool, &held);
-        return result;
+    for part in parts.into_iter().flatten() {
+        if result.is_ok() {
+            part.settle(container);
+        } else {
+            part.undo(container, result);
+        }
     }
-    let after = container.device(card).and_then(|device| attribute(device, RESERVED)).unwrap_or(before);
-    charge::settle_at(card, claim, after.saturating_sub(before));
-    if after < before {
-        card.memory.free(before - after);
-    }
-    pool.charged.store(after, Relaxed);
-    drop(held);
-    if entry.note != 0 {
-        graphs.observe_all(container);
+    if wanted.is_unforeseen {
+        find_unforeseen(container);
     }
     result
+}
+
+/// After a launch that may have taken more than was claimed: where that is over a limit, what is unused of it goes back, and
+/// the next claim is refused.
+#[cold]
+fn find_unforeseen(container: &Container) {
+    let graphs = &container.books.graphs;
+    graphs.observe_all(container);
+    for card in container.cards().filter(|card| card.memory.total() > card.memory.limit()) {
+        graphs.give_way(container, card);
+    }
 }
 
 /// `cuGraphLaunch`.
@@ -347,12 +365,12 @@ pub(crate) unsafe fn graph_exec_destroy(
     graph: CUgraphExec,
 ) -> CUresult {
     let known = counted().ok().filter(|container| container.books.graphs.any.load(Relaxed));
-    let entry = known.and_then(|container| container.books.graphs.executables.take(graph.addr() as u64));
+    let wanted = known.and_then(|container| container.books.graphs.leave(graph.addr() as u64));
     // SAFETY: the caller's own argument.
     let result = unsafe { launch::graph_exec_destroy(real, graph) };
-    if let (Some(container), Some(entry)) = (known, entry) {
+    if let (Some(container), Some(wanted)) = (known, wanted) {
         if !result.is_ok() {
-            let _ = container.books.graphs.executables.insert(graph.addr() as u64, &entry);
+            container.books.graphs.enter(graph.addr() as u64, &wanted);
         }
         container.books.graphs.observe_all(container);
     }

@@ -27,6 +27,7 @@ mod blocks;
 mod charge;
 mod context_limits;
 mod contexts;
+mod graph_nodes;
 mod graphs;
 mod green_contexts;
 mod legacy;

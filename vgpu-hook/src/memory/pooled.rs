@@ -404,6 +404,7 @@ fn then_observe_all(real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
     if let Ok(container) = counted() {
         container.books.pools.observe_all(container);
+        container.books.graphs.observe_launched(container);
     }
     result
 }

@@ -4,6 +4,7 @@
 //! release the handle right after mapping and rely on that. So both are counted. Reserving addresses, mapping and
 //! access rights cost nothing by themselves. An imported handle is charged to the process that made it.
 
+use core::cell::Cell;
 use core::ffi::c_void;
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
@@ -108,9 +109,39 @@ impl Allocations {
         self.change(failed.note, |counts| counts.saturating_sub(MAPPING))
     }
 
-    fn take_mapping(&self, address: u64) -> Option<Entry> {
+    /// Takes the mappings that begin in a range out of the table, as many as `kept` has room for; how many that were.
+    fn take_mappings(&self, from: u64, end: u64, kept: &mut [(u64, Entry)]) -> usize {
         let _held = self.lock.lock();
-        self.mappings.take(address)
+        let (mut at, mut count, mut misses) = (from, 0, 0);
+        // From one to the next, as they usually lie.
+        while at < end
+            && misses < MISSES
+            && let Some(place) = kept.get_mut(count)
+        {
+            if let Some(entry) = self.mappings.take(at) {
+                *place = (at, entry);
+                (count, misses) = (count + 1, 0);
+                at = at.saturating_add(entry.size.max(1));
+            } else {
+                // One that is not counted, as of imported memory; another may follow.
+                misses += 1;
+                at = at.saturating_add(STEP);
+            }
+        }
+        if at < end && misses == MISSES {
+            // A program may name a range of any size: what there is is looked through, not the range.
+            let (room, taken) = (kept.len(), Cell::new(count));
+            self.mappings.drain(
+                |start, _| (at..end).contains(&start) && taken.get() < room,
+                |start, entry| {
+                    if let Some(place) = kept.get_mut(taken.replace(taken.get() + 1)) {
+                        *place = (start, entry);
+                    }
+                },
+            );
+            count = taken.get();
+        }
+        count
     }
 
     fn put_mapping(&self, address: u64, entry: &Entry) {
@@ -310,6 +341,8 @@ pub(crate) unsafe fn map(
 const KEPT: usize = 64;
 /// Mappings lie at multiples of this at least (the smallest granularity that a driver tells, for memory of the host).
 const STEP: u64 = 64 << 10;
+/// Steps without a mapping after which the table is looked through instead of the range.
+const MISSES: u32 = 64;
 
 /// `cuMemUnmap`: takes away all mappings in a range.
 ///
@@ -328,36 +361,23 @@ pub(crate) unsafe fn unmap(
     let allocations = &container.books.allocations;
     let end = address.saturating_add(size as u64);
     let mut kept = [(0, Entry::default()); KEPT];
-    let (mut at, mut count) = (address, 0);
-    while at < end
-        && let Some(place) = kept.get_mut(count)
-    {
-        let Some(entry) = allocations.take_mapping(at) else {
-            // One that is not counted, as of imported memory; another may follow.
-            at = at.saturating_add(STEP);
-            continue;
-        };
-        *place = (at, entry);
-        count += 1;
-        at = at.saturating_add(entry.size.max(1));
-    }
+    let mut count = allocations.take_mappings(address, end, &mut kept);
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(address, size) };
-    for (address, entry) in kept.iter().take(count) {
-        if result.is_ok() {
-            free(container, allocations.drop_mapping(entry));
-        } else {
+    if !result.is_ok() {
+        for (address, entry) in kept.iter().take(count) {
             allocations.put_mapping(*address, entry);
         }
+        return result;
     }
-    // More than could be kept in mind: the rest is taken out afterwards.
-    while result.is_ok() && at < end {
-        let Some(entry) = allocations.take_mapping(at) else {
-            at = at.saturating_add(STEP);
-            continue;
-        };
-        free(container, allocations.drop_mapping(&entry));
-        at = at.saturating_add(entry.size.max(1));
+    loop {
+        for (_, entry) in kept.iter().take(count) {
+            free(container, allocations.drop_mapping(entry));
+        }
+        if count < KEPT {
+            return result;
+        }
+        // More than could be kept in mind: the rest is taken out afterwards.
+        count = allocations.take_mappings(address, end, &mut kept);
     }
-    result
 }

@@ -72,6 +72,7 @@ res cuModuleUnload(void *);
 res cuGraphCreate(void **, unsigned);
 res cuGraphAddMemAllocNode(void **, void *, const void **, size_t, struct node *);
 res cuGraphAddMemFreeNode(void **, void *, const void **, size_t, ptr);
+res cuGraphAddChildGraphNode(void **, void *, const void **, size_t, void *);
 res cuGraphInstantiateWithFlags(void **, void *, ptr);
 res cuGraphLaunch(void *, void *);
 res cuGraphExecDestroy(void *);
@@ -237,6 +238,31 @@ static void step(char *line, FILE *in) {
     if (!r) r = cuGraphAddMemAllocNode(&take, graph, 0, 0, &p);
     const void *after[1] = { take };
     if (!r) r = cuGraphAddMemFreeNode(&give, graph, after, 1, p.address);
+    if (!r) r = cuGraphInstantiateWithFlags(&exec, graph, 0);
+    answer(a, r, (uintptr_t)exec);
+  }
+  else if (IS("graph-on-two")) {
+    // Memory of card 0 and of card 1.
+    void *graph, *first, *second, *exec = 0;
+    struct node p = { .pool = { .kind = 1, .location = { 1, 0 } }, .bytes = n };
+    struct node q = { .pool = { .kind = 1, .location = { 1, 1 } }, .bytes = m };
+    res r = cuGraphCreate(&graph, 0);
+    if (!r) r = cuGraphAddMemAllocNode(&first, graph, 0, 0, &p);
+    const void *after[1] = { first };
+    if (!r) r = cuGraphAddMemAllocNode(&second, graph, after, 1, &q);
+    if (!r) r = cuGraphInstantiateWithFlags(&exec, graph, 0);
+    answer(a, r, (uintptr_t)exec);
+  }
+  else if (IS("graph-within")) {
+    // An allocation so many graphs deep.
+    void *graph, *outer, *node, *exec = 0;
+    struct node p = { .pool = { .kind = 1, .location = { 1, 0 } }, .bytes = n };
+    res r = cuGraphCreate(&graph, 0);
+    if (!r) r = cuGraphAddMemAllocNode(&node, graph, 0, 0, &p);
+    for (size_t i = 0; i < m && !r; i++, graph = outer) {
+      r = cuGraphCreate(&outer, 0);
+      if (!r) r = cuGraphAddChildGraphNode(&node, outer, 0, 0, graph);
+    }
     if (!r) r = cuGraphInstantiateWithFlags(&exec, graph, 0);
     answer(a, r, (uintptr_t)exec);
   }
