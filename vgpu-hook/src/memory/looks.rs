@@ -10,6 +10,7 @@ use mullion_region::MAX_DEVICES;
 use crate::container::Card;
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver::{self, Function, Library, elf};
+use crate::sys;
 
 /// From where a card is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,26 +90,46 @@ const _: () = assert!(size_of::<ProcessInfo>() == 24);
 
 /// `NVML_VALUE_NOT_AVAILABLE`.
 const NOT_AVAILABLE: u64 = u64::MAX;
-/// Processes of a card that are looked through. Where there are more, NVML is not asked for them.
-const LISTED: usize = 64;
+/// Processes of a card that are looked through. Where there are more, this one counts as not listed.
+const LISTED: usize = 1024;
+const LISTED_LEN: usize = LISTED * size_of::<ProcessInfo>();
 
-/// The processes of a card, as NVML lists them.
+/// The processes of a card, as NVML lists them, in memory of their own: a thread's stack may be small.
 #[derive(Debug)]
 pub(super) struct Listing {
-    processes: [ProcessInfo; LISTED],
+    processes: *mut ProcessInfo,
     count: usize,
 }
 
+impl Drop for Listing {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made by `new`, of which nothing is used any more.
+        unsafe { sys::unmap(self.processes.cast(), LISTED_LEN) };
+    }
+}
+
 impl Listing {
+    fn new() -> Option<Self> {
+        let memory = sys::map_private(LISTED_LEN).ok()?;
+        #[expect(clippy::cast_ptr_alignment, reason = "a mapping begins on a page")]
+        let processes = memory.cast::<ProcessInfo>();
+        Some(Self { processes, count: 0 })
+    }
+
+    fn processes(&self) -> &[ProcessInfo] {
+        // SAFETY: the mapping has room for all of them; zero is an entry too.
+        unsafe { core::slice::from_raw_parts(self.processes, self.count.min(LISTED)) }
+    }
+
     /// Bytes of the process with this number; `None` where it is not listed, or its bytes are not told.
     pub(super) fn bytes_of(&self, pid: u32) -> Option<u64> {
-        let found = self.processes.iter().take(self.count).find(|process| process.pid == pid)?;
+        let found = self.processes().iter().find(|process| process.pid == pid)?;
         (found.bytes != NOT_AVAILABLE).then_some(found.bytes)
     }
 
     /// Whether there is such a process.
     pub(super) fn names(&self, pid: u32) -> bool {
-        self.processes.iter().take(self.count).any(|process| process.pid == pid)
+        self.processes().iter().any(|process| process.pid == pid)
     }
 }
 
@@ -169,13 +190,13 @@ impl Nvml {
         let device = self.device(card)?;
         let ask = nvml!(c"nvmlDeviceGetComputeRunningProcesses_v3": Ask)
             .or_else(|| nvml!(c"nvmlDeviceGetComputeRunningProcesses_v2": Ask))?;
-        let mut listing = Listing { processes: [ProcessInfo::default(); LISTED], count: 0 };
+        let mut listing = Listing::new()?;
         let mut count = c_uint::try_from(LISTED).unwrap_or(0);
         // SAFETY: a device of NVML's, which writes at most `count` entries.
-        if unsafe { ask(device, &raw mut count, listing.processes.as_mut_ptr()) } != 0 {
+        if unsafe { ask(device, &raw mut count, listing.processes) } != 0 {
             return None;
         }
-        listing.count = usize::try_from(count).unwrap_or(0).min(LISTED);
+        listing.count = usize::try_from(count).unwrap_or(0);
         Some(listing)
     }
 }
@@ -226,11 +247,15 @@ mod tests {
 
     #[test]
     fn a_process_is_found_by_its_number() {
-        let mut processes = [ProcessInfo::default(); LISTED];
-        processes[0] = ProcessInfo { pid: 7, bytes: 500 << 20, ..ProcessInfo::default() };
-        processes[1] = ProcessInfo { pid: 8, bytes: NOT_AVAILABLE, ..ProcessInfo::default() };
-        processes[2] = ProcessInfo { pid: 9, bytes: 1, ..ProcessInfo::default() };
-        let listing = Listing { processes, count: 2 };
+        let Some(mut listing) = Listing::new() else { return };
+        for (index, (pid, bytes)) in [(7, 500 << 20), (8, NOT_AVAILABLE), (9, 1)].into_iter().enumerate() {
+            let process = ProcessInfo { pid, bytes, ..ProcessInfo::default() };
+            // SAFETY: room for many.
+            let place = unsafe { listing.processes.add(index) };
+            // SAFETY: as above.
+            unsafe { place.write(process) };
+        }
+        listing.count = 2;
         for (case, pid, named, bytes) in [
             ("listed", 7, true, Some(500 << 20)),
             ("listed without a figure", 8, true, None),
