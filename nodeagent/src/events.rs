@@ -89,6 +89,25 @@ impl Announcer {
         self.publish(event, object_reference(&pod));
     }
 
+    /// A container's usage file cannot be read, as `fault` says, or can be again: an Event on its pod.
+    pub fn usage_file(&self, pod: &mullion_audit::PodRef, container: &str, fault: Option<&str>) {
+        let (type_, reason, note) = match fault {
+            Some(fault) => {
+                (EventType::Warning, "UsageFileDamaged", format!("container {container}: {fault}"))
+            }
+            None => (
+                EventType::Normal,
+                "UsageFileReadable",
+                format!("the usage file of container {container} can be read again"),
+            ),
+        };
+        let action = "CheckUsageFile".to_owned();
+        let event = Event { type_, reason: reason.to_owned(), note: Some(note), action, secondary: None };
+        let pod =
+            PodRef { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.as_str().into() };
+        self.publish(event, object_reference(&pod));
+    }
+
     /// A wish of the pod's cannot be read, and the default holds: an Event on it.
     pub fn wish(&self, pod: &PodRef, code: &'static str, problem: &str) {
         let event = Event {

@@ -187,6 +187,9 @@ fn enforced(world: &World, uid: &AllocationUid, told: bool) -> Option<Claim> {
             "the library applies the limits in each container",
         )),
         Some(Verdict::Bypassed { message }) => Some(Claim::new(ENFORCED, "False", "LimitBypassed", message)),
+        Some(Verdict::Damaged { message }) => {
+            Some(Claim::new(ENFORCED, "False", "UsageFileDamaged", message))
+        }
         None if told => None,
         // True only once the library has been seen at work.
         Some(Verdict::Waiting) | None => Some(Claim::new(

@@ -163,12 +163,8 @@ pub async fn run_with(
         Command::Pod { pod } => {
             let filter = whose(&mut reader, pod).await?;
             let rows = reader.list(&filter).await?;
-            let remark = rows.is_empty().then(|| match pod.contains('/') {
-                true => format!("no event of pod {pod} on this node"),
-                false => format!(
-                    "no event of a pod whose UID begins with {pod} on this node; by name it is NAMESPACE/NAME"
-                ),
-            });
+            let of = if pod.contains('/') { "" } else { ": by name it is NAMESPACE/NAME" };
+            let remark = rows.is_empty().then(|| format!("no event of pod {pod} on this node{of}"));
             (render::rows(&rows, args.output), remark, found(rows.is_empty()))
         }
     };

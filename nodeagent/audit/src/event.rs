@@ -316,6 +316,26 @@ pub enum Event {
         /// Which container.
         container: String,
     },
+    /// A container's usage file, by which its limits are kept, cannot be read any more.
+    UsageFileDamaged {
+        /// Which allocation.
+        allocation: AllocationRef,
+        /// Whose.
+        pod: PodRef,
+        /// Which container.
+        container: String,
+        /// Stable code of the reason.
+        code: String,
+    },
+    /// It can be read again: mostly another one, after the container started anew.
+    UsageFileReadable {
+        /// Which allocation.
+        allocation: AllocationRef,
+        /// Whose.
+        pod: PodRef,
+        /// Which container.
+        container: String,
+    },
     /// The log could not be written for a while. Written by the log itself when it can be again. Containers were
     /// refused in that time; observations may be missing.
     AuditGap {
@@ -330,7 +350,7 @@ pub enum Event {
 
 impl Event {
     /// Every [`Self::kind`], in the order of the variants.
-    pub const KINDS: [&'static str; 17] = [
+    pub const KINDS: [&'static str; 19] = [
         "AgentStarted",
         "PluginRegistered",
         "InventoryChanged",
@@ -347,6 +367,8 @@ impl Event {
         "UsageMinute",
         "LimitBypassed",
         "BypassEnded",
+        "UsageFileDamaged",
+        "UsageFileReadable",
         "AuditGap",
     ];
 
@@ -370,6 +392,8 @@ impl Event {
             Self::UsageMinute { .. } => "UsageMinute",
             Self::LimitBypassed { .. } => "LimitBypassed",
             Self::BypassEnded { .. } => "BypassEnded",
+            Self::UsageFileDamaged { .. } => "UsageFileDamaged",
+            Self::UsageFileReadable { .. } => "UsageFileReadable",
             Self::AuditGap { .. } => "AuditGap",
         }
     }
@@ -386,7 +410,9 @@ impl Event {
             | Self::Released { pod, .. }
             | Self::UsageMinute { pod, .. }
             | Self::LimitBypassed { pod, .. }
-            | Self::BypassEnded { pod, .. } => Some(pod),
+            | Self::BypassEnded { pod, .. }
+            | Self::UsageFileDamaged { pod, .. }
+            | Self::UsageFileReadable { pod, .. } => Some(pod),
             Self::PrepareRefused { pod, .. } => pod.as_ref(),
             _ => None,
         }
@@ -404,7 +430,9 @@ impl Event {
             | Self::Released { allocation, .. }
             | Self::UsageMinute { allocation, .. }
             | Self::LimitBypassed { allocation, .. }
-            | Self::BypassEnded { allocation, .. } => Some(allocation),
+            | Self::BypassEnded { allocation, .. }
+            | Self::UsageFileDamaged { allocation, .. }
+            | Self::UsageFileReadable { allocation, .. } => Some(allocation),
             Self::PrepareRefused { allocation, .. } => allocation.as_ref(),
             _ => None,
         }
@@ -418,7 +446,9 @@ impl Event {
             | Self::ContainerStarted { container, .. }
             | Self::UsageMinute { container, .. }
             | Self::LimitBypassed { container, .. }
-            | Self::BypassEnded { container, .. } => Some(container),
+            | Self::BypassEnded { container, .. }
+            | Self::UsageFileDamaged { container, .. }
+            | Self::UsageFileReadable { container, .. } => Some(container),
             Self::PrepareRefused { container, .. } => container.as_deref(),
             _ => None,
         }
@@ -443,6 +473,7 @@ impl Event {
             | Self::GrantWithdrawn { code, .. }
             | Self::PrepareRefused { code, .. }
             | Self::Released { code, .. }
+            | Self::UsageFileDamaged { code, .. }
             | Self::AuditGap { code, .. } => Some(code),
             _ => None,
         }

@@ -204,6 +204,8 @@ impl NodeLedger {
             | Event::UsageMinute { .. }
             | Event::LimitBypassed { .. }
             | Event::BypassEnded { .. }
+            | Event::UsageFileDamaged { .. }
+            | Event::UsageFileReadable { .. }
             | Event::AuditGap { .. } => {}
         }
     }

@@ -11,6 +11,7 @@ use mullion_pace::policy::{self, Activity, Policy, Task};
 use mullion_pace::{Reading, Steer};
 
 use crate::cgroup::Cgroups;
+use crate::monitor::damage::{Damage, Fault};
 use crate::monitor::escape::{Bypass, Suspicion};
 use crate::monitor::files::{Folder, Ours, Unreadable, UsageFile};
 use crate::monitor::gauge::Gauge;
@@ -72,6 +73,23 @@ pub enum Verdict {
         /// In words.
         message: String,
     },
+    /// A container's usage file cannot be read, so nobody knows.
+    Damaged {
+        /// In words.
+        message: String,
+    },
+}
+
+impl Verdict {
+    /// How bad it is.
+    pub(crate) const fn rank(&self) -> u8 {
+        match self {
+            Self::Holds => 0,
+            Self::Waiting => 1,
+            Self::Damaged { .. } => 2,
+            Self::Bypassed { .. } => 3,
+        }
+    }
 }
 
 /// A container began or ceased to hold more than can be explained.
@@ -83,6 +101,15 @@ pub struct Turn {
     pub bypass: Option<Bypass>,
 }
 
+/// A container's usage file became unreadable, or can be read again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileTurn {
+    /// Whose.
+    pub target: Target,
+    /// Why it cannot be read; `None` when that is over.
+    pub fault: Option<Fault>,
+}
+
 /// What a look brought.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Looked {
@@ -92,6 +119,8 @@ pub struct Looked {
     pub verdicts: BTreeMap<AllocationUid, Verdict>,
     /// What turned since the last look.
     pub turns: Vec<Turn>,
+    /// Which usage files turned since the last look.
+    pub file_turns: Vec<FileTurn>,
     /// Facts for the audit log.
     pub rows: Vec<AuditEvent>,
     /// Host pids that the driver lists on cards, by uid of their pod.
@@ -114,6 +143,7 @@ struct Kept {
     uncleared: Option<BTreeSet<usize>>,
     cards: Vec<KeptCard>,
     suspicion: Suspicion,
+    damage: Damage,
     /// The library was seen at work, in this run of the container or in a former one.
     seen_at_work: bool,
     minute: Minute,
@@ -267,10 +297,12 @@ impl Engine {
             // Another file is another start of the container: nothing of what was counted goes on.
             let (counted_ns, seen_at_work) = (kept.counted_ns, kept.seen_at_work);
             let suspicion = std::mem::take(&mut kept.suspicion);
+            let damage = std::mem::take(&mut kept.damage);
             if let (Some(granted), Some(over)) = (&target.grant, kept.minute.close()) {
                 rows.push(minute_row(target, granted, over));
             }
-            *kept = Kept { inode: file.inode(), counted_ns, seen_at_work, suspicion, ..Kept::default() };
+            let inode = file.inode();
+            *kept = Kept { inode, suspicion, damage, seen_at_work, counted_ns, ..Kept::default() };
         }
         kept.target = Some(target.clone());
         kept.granted.clone_from(&target.grant);

@@ -2,12 +2,13 @@
 //! steers the pace of their launches, finds memory that no account explains, and keeps the figures that are scraped.
 //!
 //! [`target`] says whom to look after, [`files`], [`processes`], [`page`] and [`reap`] touch the outside, [`usage`], [`gauge`],
-//! [`escape`] and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
+//! [`escape`], [`damage`] and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
 //! around it: when to look, and whom to tell.
 //!
 //! A usage file is the tenant's. What it says is believed as far as it can be true, about its own container and about no
 //! other: limits are the allocation's, processes the kernel's, and the driver's figures stand beside the file's.
 
+pub mod damage;
 pub mod engine;
 pub mod escape;
 pub mod export;
@@ -153,7 +154,7 @@ impl Monitor {
     }
 
     fn tell(&self, looked: Looked) {
-        let Looked { snapshot, verdicts, turns, rows, on_cards, listed } = looked;
+        let Looked { snapshot, verdicts, turns, file_turns, rows, on_cards, listed } = looked;
         self.latest.set(snapshot);
         for row in rows {
             let _ = self.facts.send(traced(row));
@@ -167,6 +168,17 @@ impl Monitor {
             }
             let message = turn.bypass.as_ref().map(ToString::to_string);
             self.announcer.limit(pod, container, message.as_deref());
+        }
+        for turn in file_turns {
+            let (pod, container) = (&turn.target.pod, &turn.target.container);
+            let (namespace, name) = (&pod.namespace, &pod.name);
+            if let Some(fault) = &turn.fault {
+                warn!(code = fault.code, namespace, pod = name, container, problem = %fault.text, "usage file damaged");
+            } else {
+                info!(namespace, pod = name, container, "usage file readable again");
+            }
+            let message = turn.fault.as_ref().map(ToString::to_string);
+            self.announcer.usage_file(pod, container, message.as_deref());
         }
         self.shared.change_if(|world| {
             if let Some(listed) = listed {

@@ -170,6 +170,7 @@ fn limits_are_said_to_hold_once_they_were_seen_to_and_not_before() {
     let grant = grant("a", true);
     world.grants.insert(grant.grant.clone(), grant);
     let bypassed = || Verdict::Bypassed { message: "container a: 9 GiB".to_owned() };
+    let damaged = || Verdict::Damaged { message: "container a: RegionMagic".to_owned() };
     for (case, verdict, want) in [
         ("not looked at yet", None, ("Unknown", "LibraryMounted")),
         ("nothing attached", Some(Verdict::Waiting), ("Unknown", "LibraryMounted")),
@@ -178,6 +179,9 @@ fn limits_are_said_to_hold_once_they_were_seen_to_and_not_before() {
         ("more than can be explained", Some(bypassed()), ("False", "LimitBypassed")),
         ("another run again", None, ("False", "LimitBypassed")),
         ("gone", Some(Verdict::Holds), ("True", "LimitsHold")),
+        ("its usage file tells nothing", Some(damaged()), ("False", "UsageFileDamaged")),
+        ("another run, before its first look", None, ("False", "UsageFileDamaged")),
+        ("readable again", Some(Verdict::Holds), ("True", "LimitsHold")),
     ] {
         world.verdicts = verdict.map(|v| BTreeMap::from([("uid".into(), v)]));
         let status = desired(&world, &object, Timestamp::UNIX_EPOCH);

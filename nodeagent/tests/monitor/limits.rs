@@ -146,6 +146,74 @@ fn memory_that_no_account_explains_is_told_after_two_looks_and_taken_back_when_i
     assert_eq!(back.verdicts[&uid], Verdict::Holds);
 }
 
+#[test]
+fn a_damaged_usage_file_is_told_after_two_looks_and_taken_back_with_a_new_file() {
+    let mut node = Node::new();
+    let slices = [("GPU-0", 4096, 30)];
+    node.pod("p", &["main", "other"], &slices);
+    for name in ["main", "other"] {
+        node.usage("p", name).attach();
+    }
+    let uid = "allocation-p".into();
+    assert_eq!(node.look(None).verdicts[&uid], Verdict::Holds);
+    // `echo garbage > usage.cache`, and back before the next look.
+    let path = node.usage_path("p", "main");
+    let good = std::fs::read(&path).unwrap();
+    std::fs::write(&path, "garbage\n").unwrap();
+    let first = node.look(None);
+    assert!(first.file_turns.is_empty() && first.verdicts[&uid] == Verdict::Holds, "once proves nothing");
+    std::fs::write(&path, &good).unwrap();
+    assert!(node.look(None).file_turns.is_empty());
+    std::fs::write(&path, "garbage\n").unwrap();
+    assert!(node.look(None).file_turns.is_empty(), "not twice in a row");
+    let second = node.look(None);
+    let [turn] = second.file_turns.as_slice() else { panic!("{:?}", second.file_turns) };
+    assert_eq!(turn.target.container, "main");
+    let Verdict::Damaged { message } = &second.verdicts[&uid] else { panic!("{:?}", second.verdicts) };
+    let fault = turn.fault.as_ref().unwrap();
+    for part in ["container main", "/usr/local/vgpu/usage.cache", fault.code, "Restart the container"] {
+        assert!(message.contains(part), "{part}: {message}");
+    }
+    let [Event::UsageFileDamaged { container, code, .. }] = second.rows.as_slice() else {
+        panic!("{:?}", second.rows)
+    };
+    assert_eq!((container.as_str(), code.as_str()), ("main", fault.code));
+    assert!(node.look(None).file_turns.is_empty(), "told once");
+    // Between two runs of the container it is not there.
+    std::fs::remove_file(&path).unwrap();
+    for _ in 0..3 {
+        let looked = node.look(None);
+        assert!(looked.file_turns.is_empty());
+        assert!(matches!(looked.verdicts[&uid], Verdict::Damaged { .. }), "{:?}", looked.verdicts);
+    }
+    // Another file takes its place; a number that was free may be given again.
+    let between = std::fs::File::create(path.with_extension("between")).unwrap();
+    node.write("p", "main", &crate::common::grant_name("p", "main"), &slices);
+    drop(between);
+    assert!(node.look(None).file_turns.is_empty());
+    let back = node.look(None);
+    assert!(matches!(back.file_turns.as_slice(), [turn] if turn.fault.is_none()), "{:?}", back.file_turns);
+    assert!(matches!(back.rows.as_slice(), [Event::UsageFileReadable { .. }]), "{:?}", back.rows);
+    assert_eq!(back.verdicts[&uid], Verdict::Holds);
+}
+
+/// Each turn is an Event, a write and a row: who spoils his file and mends it makes one a minute, not one a second.
+#[test]
+fn a_usage_file_that_its_tenant_mends_is_believed_after_a_while() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let path = node.usage_path("p", "main");
+    let good = std::fs::read(&path).unwrap();
+    std::fs::write(&path, "garbage\n").unwrap();
+    assert_eq!([node.look(None), node.look(None)].map(|l| l.file_turns.len()), [0, 1]);
+    std::fs::write(&path, &good).unwrap();
+    for _ in 1..CALM_LOOKS {
+        assert!(node.look(None).file_turns.is_empty());
+    }
+    assert_eq!(node.look(None).file_turns.len(), 1);
+    assert_eq!(node.look(None).verdicts[&"allocation-p".into()], Verdict::Waiting);
+}
+
 // MO-10: all of five containers on one card are held to their share, not only some of them.
 #[test]
 fn five_containers_on_a_card_are_all_throttled() {

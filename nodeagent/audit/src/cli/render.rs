@@ -125,14 +125,15 @@ fn note(event: &Event) -> String {
         Event::AllocationReserved { allocation, .. }
         | Event::ContainerStarted { allocation, .. }
         | Event::InitDone { allocation, .. }
-        | Event::BypassEnded { allocation, .. } => allocation.name.clone(),
+        | Event::BypassEnded { allocation, .. }
+        | Event::UsageFileReadable { allocation, .. } => allocation.name.clone(),
         Event::GrantIssued { grant, device_ids } => format!("grant {grant} for {}", device_ids.join(",")),
         Event::GrantWithdrawn { grant, code } => format!("grant {grant}, {code}"),
         Event::Prepared { grant, .. } => format!("grant {grant}"),
         Event::AllocationVoided { code, message, .. } | Event::PrepareRefused { code, message, .. } => {
             format!("{code}: {message}")
         }
-        Event::Released { code, .. } => code.clone(),
+        Event::Released { code, .. } | Event::UsageFileDamaged { code, .. } => code.clone(),
         Event::UsageMinute { cards, .. } => cards.iter().map(minute).collect::<Vec<_>>().join("; "),
         Event::LimitBypassed { held_mib, accounted_mib, limit_mib, processes, .. } => format!(
             "{held_mib} MiB held by {processes} {}, {accounted_mib} MiB accounted for, limit {limit_mib} MiB",

@@ -11,9 +11,10 @@ use mullion_pace::{Observation, Reading, Steer};
 use mullion_region::hami;
 use tracing::debug;
 
-use super::{Engine, Kept, Looked, Now, Scene, Turn, Verdict, minute_row};
+use super::{Engine, FileTurn, Kept, Looked, Now, Scene, Turn, Verdict, minute_row};
+use crate::monitor::damage::Fault;
 use crate::monitor::escape::{Bypass, Held, bypass};
-use crate::monitor::files::UsageFile;
+use crate::monitor::files::{Unreadable, UsageFile};
 use crate::monitor::mirror::mirror;
 use crate::monitor::page::Page;
 use crate::monitor::snapshot::{Container, Measured};
@@ -49,7 +50,7 @@ impl Engine {
         if !on_cards.is_empty() && target.grant.is_some() {
             looked.on_cards.entry(target.pod.uid.clone()).or_default().extend(on_cards);
         }
-        let bypassed = self.judge(target, usage.as_ref().ok(), &measured, kept, looked);
+        let bypassed = self.judge(target, usage.as_ref(), &measured, kept, looked);
         if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
             let busy: Vec<Option<u32>> = measured.iter().map(|m| m.per_mille).collect();
             if let Some(over) = kept.minute.look(now.unix_ns, &usage.cards, &busy) {
@@ -159,16 +160,25 @@ impl Engine {
         }
     }
 
-    /// Whether the container holds more than can be explained, and what that means for its allocation.
+    /// Whether the container holds more than can be explained, or its file tells nothing, and what that means for its
+    /// allocation.
     fn judge(
         &self,
         target: &Target,
-        usage: Option<&ContainerUsage>,
+        usage: Result<&ContainerUsage, &Unreadable>,
         measured: &[Measured],
         kept: &mut Kept,
         looked: &mut Looked,
     ) -> bool {
         let Some(granted) = target.grant.as_ref().filter(|g| g.enforced) else { return false };
+        let fault = usage.err().and_then(Fault::of);
+        // A file that is not there says neither.
+        if (usage.is_ok() || fault.is_some()) && kept.damage.look(fault, kept.inode) {
+            let fault = kept.damage.fault.clone();
+            looked.rows.push(file_row(target, granted, fault.as_ref()));
+            looked.file_turns.push(FileTurn { target: target.clone(), fault });
+        }
+        let usage = usage.ok();
         let known: Option<Vec<(&str, Held)>> = measured
             .iter()
             .zip(&granted.limits)
@@ -190,19 +200,21 @@ impl Engine {
             looked.rows.push(turn_row(target, granted, kept.suspicion.bypass.as_ref()));
         }
         kept.seen_at_work |= usage.is_some_and(|u| u.attached > 0);
-        let verdict = match &kept.suspicion.bypass {
-            Some(bypass) => {
+        let verdict = match (&kept.suspicion.bypass, &kept.damage.fault) {
+            (Some(bypass), _) => {
                 Verdict::Bypassed { message: format!("container {}: {bypass}", target.container) }
             }
-            None if kept.seen_at_work => Verdict::Holds,
-            None => Verdict::Waiting,
+            (None, Some(fault)) => {
+                Verdict::Damaged { message: format!("container {}: {fault}", target.container) }
+            }
+            (None, None) if kept.seen_at_work => Verdict::Holds,
+            (None, None) => Verdict::Waiting,
         };
         let uid = AllocationUid(granted.allocation.uid.clone());
         // Of several containers the worst counts.
-        let worst = match (looked.verdicts.remove(&uid), verdict) {
-            (Some(bad @ Verdict::Bypassed { .. }), _) | (_, bad @ Verdict::Bypassed { .. }) => bad,
-            (Some(Verdict::Waiting), _) | (_, Verdict::Waiting) => Verdict::Waiting,
-            (_, Verdict::Holds) => Verdict::Holds,
+        let worst = match looked.verdicts.remove(&uid) {
+            Some(other) if other.rank() >= verdict.rank() => other,
+            _ => verdict,
         };
         looked.verdicts.insert(uid, worst);
         kept.suspicion.bypass.is_some()
@@ -230,5 +242,16 @@ fn turn_row(target: &Target, granted: &Granted, bypass: Option<&Bypass>) -> Audi
             processes: u32::try_from(held.processes).unwrap_or(u32::MAX),
         },
         None => AuditEvent::BypassEnded { allocation, pod, container },
+    }
+}
+
+fn file_row(target: &Target, granted: &Granted, fault: Option<&Fault>) -> AuditEvent {
+    let (allocation, pod) = (granted.allocation.clone(), target.pod.clone());
+    let container = target.container.clone();
+    match fault {
+        Some(Fault { code, .. }) => {
+            AuditEvent::UsageFileDamaged { allocation, pod, container, code: (*code).to_owned() }
+        }
+        None => AuditEvent::UsageFileReadable { allocation, pod, container },
     }
 }
