@@ -5,7 +5,7 @@ use std::fmt;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::{Exporter, GAUGE, OfCard, Slice, Whole, family};
-use crate::monitor::snapshot::Snapshot;
+use crate::monitor::snapshot::{Card, Snapshot};
 
 /// Constant label of every metric of HAMi's.
 const ZONE: (&str, &str) = ("zone", "vGPU");
@@ -43,7 +43,7 @@ impl Exporter {
             let mut family = family(encoder, name, help, GAUGE)?;
             for card in &snapshot.cards {
                 let Some(number) = number(card) else { continue };
-                let (index, kind) = (card.index.to_string(), format!("NVIDIA-{}", card.model));
+                let (index, kind) = (card.index.to_string(), kind(card));
                 let rest =
                     [("device_index", index.as_str()), ("device_uuid", &card.uuid), ("device_type", &kind)];
                 let [a, b, c] = rest;
@@ -89,7 +89,7 @@ impl Exporter {
             let mut family = family(encoder, name, help, GAUGE)?;
             for card in &snapshot.cards {
                 let Some(number) = number(card) else { continue };
-                let (index, kind) = (card.index.to_string(), format!("NVIDIA-{}", card.model));
+                let (index, kind) = (card.index.to_string(), kind(card));
                 let labels = [
                     ZONE,
                     ("nodeid", self.node.as_str()),
@@ -174,6 +174,12 @@ const OF_OLD_HAMI: &[OfHami] = &[
         since_launch,
     ),
 ];
+
+/// HAMi's monitor writes the prefix always, also before a name that begins with it; its scheduler, and so our controller,
+/// only where it is missing. Dashboards made for HAMi know both.
+fn kind(card: &Card) -> String {
+    format!("NVIDIA-{}", card.model)
+}
 
 fn since_launch(slice: &Slice<'_>, now_ns: u64) -> Option<u64> {
     let last = slice.usage.map(|u| u.last_launch_ns).filter(|at| *at > 0)?;
