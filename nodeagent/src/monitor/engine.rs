@@ -234,6 +234,7 @@ impl Engine {
             self.kept.insert(target.key(), kept);
         }
         let tasks: Vec<Task> = scenes.iter().map(|scene| self.task(now, scene)).collect();
+        let mut dead_charges = Vec::new();
         for (place, scene) in scenes.into_iter().enumerate() {
             let decision =
                 policy::decide(&tasks, place).unwrap_or(policy::Decision { switch: 1, gated: false });
@@ -242,12 +243,13 @@ impl Engine {
             let dead = scene.ours.as_ref().is_some_and(|ours| ours.dead_charges);
             let file = scene.file.as_ref().filter(|_| dead).map(UsageFile::again);
             self.act(now, elapsed_ns, scene, &mut kept, decision, &mut looked);
-            // Not before: it takes bytes that `act` looks at.
             if let Some(file) = file {
-                self.reapers.start(&key, now.mono_ns, file);
+                dead_charges.push((key.clone(), file));
             }
             self.kept.insert(key, kept);
         }
+        // Not before: they take bytes that `act` looks at.
+        self.reapers.start_all(dead_charges, now.mono_ns);
         looked.listed = sample.filter(|s| s.nameless.is_empty()).and_then(|sample| {
             let lists = sample.cards.iter().map(|card| card.processes.as_ref());
             lists.collect::<Option<Vec<_>>>().map(|l| l.into_iter().flatten().map(|p| p.pid).collect())

@@ -30,8 +30,10 @@ pub enum Unreadable {
         /// What it is.
         what: &'static str,
     },
-    /// More than one file may be the usage file.
-    #[error("more than one file is called *.cache: HAMi's library makes one; remove what was put beside it")]
+    /// More than one file may be the usage file, or there are too many to look for it.
+    #[error(
+        "more than one file is called *.cache, or hundreds lie there: HAMi's library makes one; remove the others"
+    )]
     Ambiguous,
     /// The system refuses.
     #[error("the usage file cannot be read: see the node's log of its disk")]
@@ -95,6 +97,9 @@ pub struct UsageFile {
 /// No way out of a folder, and no link.
 const BENEATH: ResolveFlag = ResolveFlag::RESOLVE_BENEATH.union(ResolveFlag::RESOLVE_NO_SYMLINKS);
 
+/// Entries of a folder of HAMi's that are looked at: the library makes one or two, and its tenant may make a million.
+const MOST_ENTRIES: usize = 256;
+
 /// The folder of all containers' folders, held open.
 #[derive(Debug)]
 pub struct Folder(OwnedFd);
@@ -117,7 +122,11 @@ impl Folder {
         let how = OpenHow::new().flags(flags).resolve(BENEATH);
         let folder = openat2(&self.0, name, how)?;
         let mut found = None;
-        for entry in std::fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()))? {
+        let entries = std::fs::read_dir(format!("/proc/self/fd/{}", folder.as_raw_fd()))?;
+        for (number, entry) in entries.enumerate() {
+            if number == MOST_ENTRIES {
+                return Err(Unreadable::Ambiguous);
+            }
             let file = PathBuf::from(entry?.file_name());
             if file.extension().is_some_and(|e| e == "cache") && found.replace(file).is_some() {
                 return Err(Unreadable::Ambiguous);

@@ -23,18 +23,26 @@ pub struct Reapers {
     running: BTreeMap<Key, Child>,
     /// Until when a container is left alone, `CLOCK_MONOTONIC` in ns.
     paused: BTreeMap<Key, u64>,
+    /// When one was last started for a container, by the same clock.
+    started: BTreeMap<Key, u64>,
 }
 
 impl Reapers {
     /// They run `program`, which is the agent's own.
     #[must_use]
     pub fn new(program: &Path) -> Self {
-        Self { program: program.to_owned(), running: BTreeMap::new(), paused: BTreeMap::new() }
+        Self {
+            program: program.to_owned(),
+            running: BTreeMap::new(),
+            paused: BTreeMap::new(),
+            started: BTreeMap::new(),
+        }
     }
 
     /// Looks for those that have ended.
     pub fn bury(&mut self, now_ns: u64) {
         self.paused.retain(|_, until| *until > now_ns);
+        self.started.retain(|_, at| now_ns.saturating_sub(*at) < PAUSE_NS);
         let (running, paused) = (&mut self.running, &mut self.paused);
         running.retain(|key, child| match child.try_wait() {
             Ok(None) => true,
@@ -54,9 +62,18 @@ impl Reapers {
         self.running.is_empty()
     }
 
+    /// Starts one for each that wants it, as far as there is room: for those first who have waited longest, so that a few
+    /// which always want one do not keep the others from it.
+    pub fn start_all(&mut self, mut wanting: Vec<(Key, io::Result<File>)>, now_ns: u64) {
+        wanting.sort_by_key(|(key, _)| self.started.get(key).copied());
+        for (key, file) in wanting {
+            self.start(&key, now_ns, file);
+        }
+    }
+
     /// Starts one for a container, unless one runs or failed a moment ago, or enough are at work. `file` is
     /// the container's, with locks of its own.
-    pub fn start(&mut self, key: &Key, now_ns: u64, file: io::Result<File>) {
+    fn start(&mut self, key: &Key, now_ns: u64, file: io::Result<File>) {
         if self.running.len() >= MOST || self.running.contains_key(key) || self.paused.contains_key(key) {
             return;
         }
@@ -71,6 +88,7 @@ impl Reapers {
         });
         match started {
             Ok(child) => {
+                self.started.insert(key.clone(), now_ns);
                 self.running.insert(key.clone(), child);
             }
             Err(error) => {
@@ -87,5 +105,28 @@ impl Drop for Reapers {
             // It ends by itself within a moment; nobody is left to bury it otherwise.
             let _ = child.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tenants can make their files always look as if somebody had died.
+    #[test]
+    fn whoever_waits_longest_is_next() {
+        let mut reapers = Reapers::new(Path::new("/bin/true"));
+        let key = |number: u64| (format!("pod-{number:02}"), "main".to_owned());
+        let mut served = std::collections::BTreeSet::new();
+        for look in 1..=6 {
+            let now_ns = look * 1_000_000_000;
+            while !reapers.is_idle() {
+                reapers.bury(now_ns);
+            }
+            let wanting = (0..20).map(|number| (key(number), File::open("/dev/null"))).collect();
+            reapers.start_all(wanting, now_ns);
+            served.extend(reapers.running.keys().cloned());
+        }
+        assert_eq!(served.len(), 20, "{served:?}");
     }
 }

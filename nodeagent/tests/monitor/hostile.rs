@@ -46,6 +46,10 @@ fn a_directory_of_everything_shows_the_good_and_counts_the_bad() {
     let two = folder(&mut node, "two");
     hami::write(&two, Layout::V1_2, "GPU-0", GIB, MIB);
     fs::write(two.with_file_name("other.cache"), "").unwrap();
+    let crowd = folder(&mut node, "crowd");
+    for number in 0..600 {
+        fs::write(crowd.with_file_name(number.to_string()), "").unwrap();
+    }
     let linked = node.folder("linked", "main");
     node.run("linked", &["main"]);
     symlink("/etc", &linked).unwrap();
@@ -79,6 +83,7 @@ fn a_directory_of_everything_shows_the_good_and_counts_the_bad() {
     assert_eq!(
         bad,
         [
+            ("crowd", "UsageAmbiguous"),
             ("cut", "RegionTooShort"),
             ("empty", "RegionTooShort"),
             ("fifo", "UsageNotPlain"),
