@@ -68,6 +68,7 @@ pub const NAMES: &[&str] = &[
     "nvmlDeviceGetPowerUsage",
     "nvmlDeviceGetProcessUtilization",
     "nvmlDeviceGetProcessesUtilizationInfo",
+    "nvmlDeviceGetRunningProcessDetailList",
     "nvmlDeviceGetSupportedEventTypes",
     "nvmlDeviceGetTemperature",
     "nvmlDeviceGetTopologyCommonAncestor",
