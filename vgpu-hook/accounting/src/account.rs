@@ -290,7 +290,13 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         self.mine.claimed.load() != self.mine.settled.load()
     }
 
-    /// The same of any process of the container; what a dead one left counts until it is reaped.
+    /// Bytes that this process has asked for, of which the driver's word is not in yet.
+    #[must_use]
+    pub fn own_in_flight(&self) -> u64 {
+        self.mine.claimed.load().saturating_sub(self.mine.settled.load())
+    }
+
+    /// Whether any process of the container has something in flight; what a dead one left counts until it is reaped.
     #[must_use]
     pub fn is_any_in_flight(&self) -> bool {
         self.in_use().any(|slot| slot.claimed.load() != slot.settled.load())

@@ -12,8 +12,8 @@
 //! charged with the image.
 
 use core::ffi::c_uint;
-use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+use core::sync::atomic::{AtomicU64, fence};
 
 use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
@@ -216,6 +216,7 @@ fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
     let key = key_of(kind, made.addr() as u64);
     let entry = Entry { size, card: now.card.index, kind: as_kind as u8, note: now.context };
     let _ = objects.insert(key, &entry);
+    fence(SeqCst);
     // The context ended while the driver was asked: it took the array along.
     if now.is_over() && objects.take(key).is_some() {
         if as_kind == Kind::SmallArray {
@@ -249,14 +250,14 @@ fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut C
         charge::refused(now.card);
         return REFUSED;
     }
-    let glance = || looking.glance(now.container, now.card, From::Here);
-    let before = glance();
+    let before = looking.glance(now.container, now.card, From::Here);
     let (made, result) = ask_driver(real);
     if !result.is_ok() {
         charge::undo_advance(now.card, paid, result);
         return (made, result);
     }
-    let taken = blocks_taken(&looking, now.card, before, glance()).unwrap_or(1);
+    let taken = blocks_taken(&looking, now.card, before, looking.glance(now.container, now.card, From::Here))
+        .unwrap_or(1);
     if !settle_small(now, paid, needed, taken) {
         destroy_at_driver(kind, made);
         now.card.memory.free(paid);
@@ -295,14 +296,15 @@ fn create_unknown(
         charge::refused(now.card);
         return REFUSED;
     };
-    let glance = || looking.glance(now.container, now.card, From::Here);
-    let before = glance();
+    let before = looking.glance(now.container, now.card, From::Here);
     let (made, result) = ask_driver(real);
     if !result.is_ok() {
         charge::undo_advance(now.card, paid, result);
         return (made, result);
     }
-    let seen = looking.change(before, glance()).map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
+    let seen = looking
+        .change(before, looking.glance(now.container, now.card, From::Here))
+        .map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
     if seen <= BLOCK && least <= blocks::LARGEST_PIECE {
         if !settle_small(now, paid, least, u64::from(seen > 0)) {
             destroy_at_driver(kind, made);
@@ -474,13 +476,13 @@ fn destroy_small(
 ) -> CUresult {
     let looking = container.books.measuring.alone(card);
     // Its context need not be the current one.
-    let glance = || looking.glance(container, card, From::Context(entry.note));
-    let before = glance();
+    let from = From::Context(entry.note);
+    let before = looking.glance(container, card, from);
     container::fault_point();
     let result = real();
     container::fault_point();
     if result.is_ok() {
-        let given_back = blocks_given_back(&looking, card, before, glance());
+        let given_back = blocks_given_back(&looking, card, before, looking.glance(container, card, from));
         container.books.small_arrays.gone(card, entry.size, given_back);
     }
     result

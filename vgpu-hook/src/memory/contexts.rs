@@ -4,8 +4,8 @@
 //! allocated in a context, also its arrays and modules, goes with it.
 
 use core::ffi::{c_int, c_uint, c_void};
-use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use core::sync::atomic::{AtomicU64, fence};
 
 use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
@@ -14,7 +14,7 @@ use super::looks::{self, From};
 use super::measured::{Alone, Measurement, Taken, Trust};
 use super::modules::Group;
 use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
-use crate::container::{self, Card, Container, Lock, Notice};
+use crate::container::{self, Card, Container, Held, Lock, Notice};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver;
 use crate::launch;
@@ -25,8 +25,11 @@ pub(super) const MOST: u64 = 2 << 30;
 /// The primary contexts of this process, by card.
 #[derive(Debug)]
 pub(crate) struct Contexts {
-    /// Making and ending one looks at the card before and after.
-    pub(super) lock: Lock,
+    /// By card: held while one is made or ended. Not one for all: the end of one may wait for work that waits for another
+    /// card's thread.
+    locks: [Lock; MAX_DEVICES],
+    /// Held while one is counted as ended.
+    ending: Lock,
     primary: [AtomicU64; MAX_DEVICES],
     /// Contexts by card.
     count: [AtomicU64; MAX_DEVICES],
@@ -43,13 +46,19 @@ const LAST: usize = 8;
 impl Contexts {
     pub(super) const fn new() -> Self {
         Self {
-            lock: Lock::new(),
+            locks: [const { Lock::new() }; MAX_DEVICES],
+            ending: Lock::new(),
             primary: [const { AtomicU64::new(0) }; MAX_DEVICES],
             count: [const { AtomicU64::new(0) }; MAX_DEVICES],
             only: [const { AtomicU64::new(0) }; MAX_DEVICES],
             ended: AtomicU64::new(0),
             last: [const { AtomicU64::new(0) }; LAST],
         }
+    }
+
+    /// Keeps others from making or ending contexts on a card.
+    pub(super) fn hold(&self, card: &Card) -> Option<Held<'_>> {
+        self.locks.get(usize::from(card.index)).map(Lock::lock)
     }
 
     /// How many contexts have ended.
@@ -68,13 +77,16 @@ impl Contexts {
         })
     }
 
-    /// `context` is about to be taken off the books. The lock is held.
+    /// `context` is about to be taken off the books.
     fn ends(&self, context: u64) {
+        let _held = self.ending.lock();
         let number = self.ended.load(Relaxed);
         if let Some(last) = self.last.get(usize::try_from(number).unwrap_or(0) % LAST) {
             last.store(context, Relaxed);
         }
         self.ended.store(number + 1, Release);
+        // See `Here::is_over`.
+        fence(SeqCst);
     }
 
     /// The context of a card on which this process has just one: then the driver need not be asked which it is. Else 0.
@@ -260,7 +272,7 @@ pub(crate) unsafe fn primary_retain(
     };
     // With the lock also where there is one already: its last reference may be given up at the same time.
     container.books.measuring.prepare(card);
-    let _held = container.books.contexts.lock.lock();
+    let _held = container.books.contexts.hold(card);
     if looks::primary_is_active(device) {
         // SAFETY: the caller's own arguments.
         return unsafe { real(context, device) };
@@ -338,7 +350,7 @@ pub(crate) unsafe fn primary_end(
         // SAFETY: the caller's own argument.
         return unsafe { real(device) };
     };
-    let _held = container.books.contexts.lock.lock();
+    let _held = container.books.contexts.hold(card);
     let _hidden = container.books.measuring.hidden();
     container::fault_point();
     // SAFETY: the caller's own argument.
@@ -395,7 +407,7 @@ fn create(
         _ => return real(context),
     };
     container.books.measuring.prepare(card);
-    let _held = container.books.contexts.lock.lock();
+    let _held = container.books.contexts.hold(card);
     let Some(making) = Making::begin(container, card) else { return CUresult::OUT_OF_MEMORY };
     container::fault_point();
     let mut made = core::ptr::null_mut();
@@ -504,9 +516,10 @@ unsafe fn end(
         // SAFETY: the caller's own argument.
         return unsafe { real(context) };
     };
-    let _held = container.books.contexts.lock.lock();
-    let _hidden = container.books.measuring.hidden();
     let handle = context.addr() as u64;
+    let entry = container.books.objects.get(key_of(Kind::Context, handle));
+    let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
+    let _hidden = container.books.measuring.hidden();
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };

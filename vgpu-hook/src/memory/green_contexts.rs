@@ -30,7 +30,7 @@ pub(crate) unsafe fn green_create(
         _ => return unsafe { real(context, resources, device, flags) },
     };
     container.books.measuring.prepare(card);
-    let _held = container.books.contexts.lock.lock();
+    let _held = container.books.contexts.hold(card);
     let retain = driver::function!(
         cuDevicePrimaryCtxRetain: unsafe extern "C" fn(*mut CUcontext, CUdevice) -> CUresult
     );
@@ -103,10 +103,10 @@ pub(crate) unsafe fn green_destroy(
         // SAFETY: the caller's own argument.
         return unsafe { real(context) };
     };
-    let _held = container.books.contexts.lock.lock();
-    let _hidden = container.books.measuring.hidden();
     let key = key_of(Kind::GreenContext, context.addr() as u64);
     let entry = container.books.objects.take(key);
+    let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
+    let _hidden = container.books.measuring.hidden();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     if let Some(entry) = entry

@@ -120,7 +120,6 @@ fn take(
     place: *mut CUdeviceptr,
     ask: &mut impl FnMut(*mut CUdeviceptr) -> CUresult,
 ) -> CUresult {
-    now.container.books.measuring.heed();
     let served = blocks::served(bytes);
     let size = match served {
         Served::Blocks(size) => size,
@@ -144,29 +143,24 @@ fn take(
     }
     // SAFETY: the driver has just written it, or left what was there.
     let address = unsafe { place.read() };
-    let kind = match served {
-        Served::Blocks(_) => {
-            charge::settle(now.card, claim);
-            Kind::Blocks
-        }
+    let (kind, pays) = match served {
+        Served::Blocks(_) => (Kind::Blocks, true),
         Served::Piece => match enter(now, address, bytes) {
-            Entered::First => {
-                charge::settle(now.card, claim);
-                Kind::Piece
-            }
-            Entered::Another => {
-                now.card.memory.undo(claim);
-                Kind::Piece
-            }
-            Entered::Alone => {
-                charge::settle(now.card, claim);
-                Kind::Blocks
-            }
+            Entered::First => (Kind::Piece, true),
+            Entered::Another => (Kind::Piece, false),
+            Entered::Alone => (Kind::Blocks, true),
         },
     };
     let size = if kind == Kind::Piece { bytes } else { size };
     let entry = Entry { size, card: now.card.index, kind: kind as u8, note: now.context };
-    if now.container.books.pointers.insert(address, &entry).is_ok() {
+    let inserted = now.container.books.pointers.insert(address, &entry);
+    // Behind the entry, for what `is_over` relies on.
+    if pays {
+        charge::settle(now.card, claim);
+    } else {
+        now.card.memory.undo(claim);
+    }
+    if inserted.is_ok() {
         if now.is_over() {
             take_off(now, address);
         }

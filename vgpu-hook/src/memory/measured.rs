@@ -34,23 +34,21 @@ const LOOK_AFTER_NS: u64 = 1_000_000;
 const TURN_NS: u64 = 2_000_000_000;
 /// The same for what is over at once.
 const SHORT_TURN_NS: u64 = 20_000_000;
+/// How often a call lets a measurement go first that came between.
+const TRIES: u32 = 16;
 /// How long a thread waits for the silence of another one to end: longer than a look takes.
 const PATIENCE_NS: u64 = 500_000_000;
 /// A wait on a word is looked after so often, in case nobody wakes the waiter.
 const SLICE_NS: u64 = 10_000_000;
 /// How long something counts as recent.
 const RECENT_NS: u64 = 1_000_000_000;
-/// Pauses in which a measurement waits for another one: 2 s.
-const TURN: u32 = 20_000;
-/// Pauses in which a thread waits for the silence of another one to end: 2 s, and no look takes that long.
-const PATIENCE: u32 = 20_000;
 
 /// The measurements of this process.
 #[derive(Debug)]
 pub(crate) struct Measuring {
     /// Held while one looks, and while it charges what it saw.
     lock: Lock,
-    /// Not 0 while one looks.
+    /// How many look.
     silence: AtomicU32,
     /// Calls at the driver of which the account does not tell.
     hidden: Apart,
@@ -80,6 +78,8 @@ struct UnderWay {
     /// Not 0 when a measurement waited in vain for those under way: nobody else does.
     is_long: AtomicU32,
     base: [AtomicI64; WAYS],
+    /// Held through a call that is looked at by itself.
+    calls: Lock,
 }
 
 impl UnderWay {
@@ -175,12 +175,12 @@ impl Taken {
     }
 }
 
-/// Silence until this goes. The lock is held.
+/// Silence until this goes.
 struct Silence<'m>(&'m Measuring);
 
 impl Drop for Silence<'_> {
     fn drop(&mut self) {
-        self.0.silence.store(0, SeqCst);
+        self.0.silence.fetch_sub(1, SeqCst);
         sys::futex_wake(self.0.silence.as_ptr());
     }
 }
@@ -195,21 +195,25 @@ impl Drop for Hidden<'_> {
     }
 }
 
-/// Nobody else looks until this goes.
+/// Looks around a call that is over at once, or within the end of a measurement.
 #[derive(Debug)]
 pub(super) struct Alone<'m> {
     measuring: &'m Measuring,
     /// Whether the process's own figure is asked for: that takes longer than a look at the card, which is as good unless
     /// others are busy there.
     own: bool,
-    _held: Held<'m>,
+    /// The call, of which others see that something is going on: they look before it or after it.
+    hidden: Option<Hidden<'m>>,
+    /// Of the calls that are looked at so, or of the measurement.
+    _held: Option<Held<'m>>,
 }
 
 impl Alone<'_> {
     /// Bytes in use that stand in no books; only the difference to another one says something. What the caller has charged
     /// in advance counts as in the books.
     pub(super) fn glance(&self, container: &Container, card: &Card, from: From) -> Glance {
-        let seen = self.measuring.look(container, card, from, self.own);
+        let mine = u32::from(self.hidden.is_some());
+        let seen = self.measuring.look(container, card, from, self.own, mine);
         let by = |way: usize| seen.by.get(way).copied().flatten().filter(|_| seen.is_quiet);
         Glance { on_card: by(BY_CUDA), own: by(ALONE) }
     }
@@ -280,6 +284,7 @@ impl Measuring {
                     began_ns: AtomicU64::new(0),
                     is_long: AtomicU32::new(0),
                     base: [const { AtomicI64::new(NONE) }; WAYS],
+                    calls: Lock::new(),
                 }
             }; MAX_DEVICES],
         }
@@ -296,8 +301,10 @@ impl Measuring {
     #[cold]
     fn wait_for_end_of_silence(&self) {
         let began = now_ns();
-        while self.silence.load(SeqCst) != 0 && now_ns().saturating_sub(began) < PATIENCE_NS {
-            let _ = sys::futex_wait(self.silence.as_ptr(), 1, SLICE_NS);
+        let mut looking = self.silence.load(SeqCst);
+        while looking != 0 && now_ns().saturating_sub(began) < PATIENCE_NS {
+            let _ = sys::futex_wait(self.silence.as_ptr(), looking, SLICE_NS);
+            looking = self.silence.load(SeqCst);
         }
     }
 
@@ -308,13 +315,13 @@ impl Measuring {
         Hidden(self)
     }
 
-    fn is_busy(&self, card: &Card) -> bool {
-        self.hidden.0.load(SeqCst) != 0 || card.memory.is_in_flight()
+    fn is_busy(&self, card: &Card, mine: u32) -> bool {
+        self.hidden.0.load(SeqCst) > mine || card.memory.is_in_flight()
     }
 
-    /// Looks at the card in silence. The lock is held.
-    fn look(&self, container: &Container, card: &Card, from: From, alone: bool) -> Uncounted {
-        self.silence.store(1, SeqCst);
+    /// Looks at the card in silence. `mine` is 1 where a hidden call is the looker's own.
+    fn look(&self, container: &Container, card: &Card, from: From, alone: bool, mine: u32) -> Uncounted {
+        self.silence.fetch_add(1, SeqCst);
         let _silence = Silence(self);
         let most = if is_recent(&self.in_vain_ns) { LOOK_AFTER_NS } else { LOOK_NS };
         let began = now_ns();
@@ -324,8 +331,8 @@ impl Measuring {
         };
         let mut is_first = true;
         loop {
-            while self.is_busy(card) && pause() {}
-            let (seen, is_own_quiet) = self.look_once(container, card, from, alone);
+            while self.is_busy(card, mine) && pause() {}
+            let (seen, is_own_quiet) = self.look_once(container, card, from, alone, mine);
             let knows_own = seen.by.get(ALONE).copied().flatten().is_some();
             if seen.is_quiet || (is_own_quiet && knows_own) {
                 return seen;
@@ -342,7 +349,14 @@ impl Measuring {
     }
 
     /// One look; also whether nothing of this process disturbed it.
-    fn look_once(&self, container: &Container, card: &Card, from: From, alone: bool) -> (Uncounted, bool) {
+    fn look_once(
+        &self,
+        container: &Container,
+        card: &Card,
+        from: From,
+        alone: bool,
+        mine: u32,
+    ) -> (Uncounted, bool) {
         // Who holds a pool is at the driver with it, perhaps for long.
         let follow = || {
             let pools = container.books.pools.try_observe_all(container);
@@ -352,10 +366,13 @@ impl Measuring {
         let (total, own_used) = (card.memory.total(), card.memory.own_used());
         let free = looks::free_bytes(&self.nvml, card, from);
         let own = if alone { self.own_bytes(container, card) } else { None };
-        let is_own_quiet = follow() && followed && own_used == card.memory.own_used() && !self.is_busy(card);
+        let is_own_quiet =
+            follow() && followed && own_used == card.memory.own_used() && !self.is_busy(card, mine);
         // What other processes of the container do shows in the card's figures only.
         let is_quiet = is_own_quiet && total == card.memory.total() && !card.memory.is_any_in_flight();
-        let on_card = free.map(|free| -signed(free) - signed(total));
+        // What this process has asked for and not got yet, as far as it cannot be waited for, is in T and not on the card.
+        let asked = card.memory.own_in_flight();
+        let on_card = free.map(|free| -signed(free) - signed(total.saturating_sub(asked)));
         let own = own.filter(|_| is_own_quiet).map(|own| signed(own) - signed(own_used));
         let by = if from == From::Nowhere { [None, on_card, own] } else { [on_card, None, own] };
         (Uncounted { by, is_quiet }, is_own_quiet)
@@ -367,12 +384,27 @@ impl Measuring {
         self.nvml.prepare(card);
     }
 
-    /// Keeps all other looks at the card away, in turn with other measurements unless they take long: for what is over at
-    /// once.
+    /// For a call that is over at once: in turn with others like it on the card, and with measurements unless they take
+    /// long. No lock of theirs is held meanwhile: the call may wait for work that waits for another thread.
     pub(super) fn alone(&self, card: &Card) -> Alone<'_> {
-        let held = self.lock_in_turn(card, SHORT_TURN_NS);
+        let held = self.under_way(card).map(|under_way| under_way.calls.lock());
         let own = is_recent(&self.disturbed_ns) && self.own_pid.load(Relaxed) != 0;
-        Alone { measuring: self, own, _held: held }
+        let mut hidden = self.hide_in_turn(card);
+        for _ in 0..TRIES {
+            // One may have begun before this call was to be seen; from then on they wait for it.
+            let is_late = |other: &UnderWay| other.is_anothers() && !other.takes_longer_than(SHORT_TURN_NS);
+            if !self.under_way(card).is_some_and(is_late) {
+                break;
+            }
+            drop(hidden);
+            hidden = self.hide_in_turn(card);
+        }
+        Alone { measuring: self, own, hidden: Some(hidden), _held: held }
+    }
+
+    fn hide_in_turn(&self, card: &Card) -> Hidden<'_> {
+        drop(self.lock_in_turn(card, SHORT_TURN_NS));
+        self.hidden()
     }
 
     /// This process's bytes on the card, by NVML's list. `None` where they are not known.
@@ -434,7 +466,7 @@ impl Measuring {
         let _held = self.lock_in_turn(card, TURN_NS);
         prepare();
         let mut newcomers = [0; 2];
-        let mut seen = self.look(container, card, from, alone);
+        let mut seen = self.look(container, card, from, alone, 0);
         if is_first && self.own_pid.load(Relaxed) == 0 {
             if let Some(listing) = self.nvml.processes(card) {
                 newcomers = container.own_pids().map(|pid| if listing.names(pid) { 0 } else { pid });
@@ -497,9 +529,10 @@ impl Measurement<'_> {
     pub(super) fn end<T>(self, settle: impl FnOnce(&Alone<'_>, Option<Taken>) -> T) -> T {
         let Self { container, card, from, alone, newcomers, was_quiet } = self;
         let measuring = &container.books.measuring;
-        let looking = Alone { measuring, own: false, _held: measuring.lock.lock() };
+        let held = measuring.lock.lock();
+        let looking = Alone { measuring, own: false, hidden: None, _held: Some(held) };
         measuring.meet(card, newcomers);
-        let mut seen = measuring.look(container, card, from, alone);
+        let mut seen = measuring.look(container, card, from, alone, 0);
         seen.is_quiet &= was_quiet;
         let Some(under_way) = measuring.under_way(card) else {
             return settle(&looking, None);

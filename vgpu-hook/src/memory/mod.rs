@@ -127,6 +127,9 @@ struct Here {
 
 impl Here {
     /// Whether the context has ended since: what a thread made in it meanwhile went with it.
+    ///
+    /// Whoever ends a context counts it and then looks for what is in it; this thread enters something and then looks at
+    /// the count, with a sequentially consistent step in between on both sides: one of them sees the other.
     #[inline]
     fn is_over(&self) -> bool {
         self.container.books.contexts.ended() != self.ended && self.is_ended()
@@ -173,6 +176,8 @@ fn current_context() -> u64 {
 #[inline]
 fn here() -> Result<Here, Pass> {
     let container = counted()?;
+    // First: a context may end, and another one get its handle, in the silence that is waited for.
+    container.books.measuring.heed();
     let ended = container.books.contexts.ended();
     let card = container.current_card().ok_or(Pass::Driver)?;
     let context = match container.books.contexts.only(card) {

@@ -9,6 +9,8 @@
 //! With lazy loading (the default since CUDA 12.2) a function's code comes with its first use, which is not seen here.
 
 use core::ffi::{c_char, c_uint, c_void};
+use core::sync::atomic::Ordering::SeqCst;
+use core::sync::atomic::fence;
 
 use mullion_accounting::Entry;
 
@@ -92,6 +94,14 @@ fn change(
     (before, after)
 }
 
+/// A group whose context has ended is charged no longer.
+#[cold]
+fn take_off(container: &Container, card: &Card, (key, _): (u64, u64)) {
+    if let Some(group) = container.books.objects.take(key) {
+        card.memory.free(Group::charged(&group));
+    }
+}
+
 /// Charges what `real` loads.
 ///
 /// # Safety
@@ -133,12 +143,10 @@ unsafe fn load(
         let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note: group.1 };
         let objects = &now.container.books.objects;
         let _ = objects.insert(key_of(kind, loaded.addr() as u64), &entry);
+        fence(SeqCst);
         // The context ended while the driver was asked: it took the image along.
-        if kind == Kind::Module
-            && now.is_over()
-            && let Some(group) = objects.take(group.0)
-        {
-            now.card.memory.free(Group::charged(&group));
+        if kind == Kind::Module && now.is_over() {
+            take_off(now.container, now.card, group);
         }
         true
     });
@@ -268,6 +276,7 @@ pub(crate) unsafe fn library_unload(real: Unload, library: CUlibrary) -> CUresul
 fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUresult {
     let Ok(container) = counted() else { return real() };
     let key = key_of(kind, handle.addr() as u64);
+    let ended = container.books.contexts.ended();
     let Some(entry) = container.books.objects.take(key) else { return real() };
     let Some(card) = container.card_at(entry.card) else { return real() };
     // Its context need not be the current one.
@@ -284,9 +293,14 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
     }
     measurement.end(|_, taken| {
         let given_back = given_back(taken, entry.size);
-        let (before, after) =
-            change(container, card, group_of(kind, entry.note, card), |group| group.without(given_back));
+        let group = group_of(kind, entry.note, card);
+        let (before, after) = change(container, card, group, |group| group.without(given_back));
         card.memory.free(before.bytes - after.bytes);
+        fence(SeqCst);
+        // The context ended at the same time, and did not find the group while it was out.
+        if kind == Kind::Module && container.books.contexts.has_ended_since(ended, entry.note) {
+            take_off(container, card, group);
+        }
     });
     result
 }
