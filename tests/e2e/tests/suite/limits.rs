@@ -229,12 +229,12 @@ async fn compute_is_shared_as_asked() -> Result<()> {
         cards.insert(scope.allocation(&made).await?.spec.containers[0].devices[0].uuid.clone());
     }
     ensure!(cards.len() == 1, "{cards:?}");
-    let start = "vgpu-probe launch 30 2000 > /tmp/share 2>&1 </dev/null & echo started";
+    let start = "vgpu-probe launch 60 2000 > /tmp/share 2>&1 </dev/null & echo started";
     let all = || tenants.into_iter().chain([("forced", "20", 0.20)]);
     for (name, ..) in all() {
         scope.exec(name, "main", &["sh", "-c", start])?;
     }
-    tokio::time::sleep(Duration::from_secs(31)).await;
+    tokio::time::sleep(Duration::from_secs(61)).await;
     for (name, _, want) in all() {
         let share = eventually("its share", PATIENCE, || async {
             fact(&scope, name, "main", "cat /tmp/share").map(Some)
