@@ -11,8 +11,9 @@ use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
 use super::looks::{self, From};
-use super::measured::{Alone, Measurement, Taken, Trust};
+use super::measured::{Alone, Measurement};
 use super::modules::Group;
+use super::taken::{Taken, Trust};
 use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
 use crate::container::{self, Card, Container, Held, Lock, Notice};
 use crate::cuda::{CUcontext, CUdevice, CUresult};

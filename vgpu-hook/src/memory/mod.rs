@@ -37,6 +37,7 @@ mod measured;
 mod modules;
 mod pooled;
 mod pools;
+mod taken;
 mod views;
 mod virtual_memory;
 

@@ -17,7 +17,7 @@ use mullion_accounting::Entry;
 use super::blocks::{BLOCK, round_up};
 use super::contexts::any_context;
 use super::looks::From;
-use super::measured::{Taken, Trust};
+use super::taken::{Taken, Trust};
 use super::{Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{CUlibrary, CUmodule, CUresult};
