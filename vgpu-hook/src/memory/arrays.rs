@@ -229,7 +229,6 @@ fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
 
 /// Makes one that gets blocks of its own, `size` bytes of them.
 fn create_large(now: Here, kind: Kind, size: u64, real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
-    now.container.books.measuring.heed();
     let Some(claim) = charge::ask(now.container, now.card, size) else { return REFUSED };
     let (made, result) = ask_driver(real);
     if !result.is_ok() {

@@ -270,7 +270,7 @@ fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult 
     let graphs = &container.books.graphs;
     let known = if graphs.any.load(Relaxed) { graphs.wanted(executable.addr() as u64) } else { None };
     let Some(wanted) = known else { return real() };
-    // Before a pool is held: whoever looks waits for it.
+    // Before a pool is held: whoever looks leaves one alone that is.
     container.books.measuring.heed();
     let mut parts = [const { None }; MAX_DEVICES];
     // In the order of cards, as all launches do: two that wait for each other's pools would wait for ever.

@@ -180,8 +180,6 @@ unsafe fn counted_alloc(
     per_thread: bool,
 ) -> CUresult {
     let container = now.container;
-    // Before the pool's record is held: whoever looks waits for it.
-    container.books.measuring.heed();
     let pools = &container.books.pools;
     let pool = pool.addr() as u64;
     // Under capture it becomes a node of a graph, whose memory comes with the launch.
