@@ -33,6 +33,36 @@ fn a_capture_stops_no_measurement_elsewhere_and_is_over_when_its_stream_or_conte
     }
 }
 
+/// An event in a stream says nothing of the others. Where kernels of several streams wait for each other, what is measured
+/// contains the wait: the share is too small then, and the agent's to mend, but it is never too large.
+#[test]
+#[ignore = "needs the built library"]
+fn a_share_is_held_in_several_streams() {
+    for (streams, us, least) in
+        [("1", "5000", 26.0), ("2", "5000", 26.0), ("4", "5000", 26.0), ("4", "100", 7.0)]
+    {
+        let found = busy(&["streams", streams, us]);
+        assert!((least..=34.0).contains(&found), "{streams} streams, kernels of {us} us: {found} %");
+    }
+}
+
+/// As a kernel whose work depends on its data.
+#[test]
+#[ignore = "needs the built library"]
+fn a_share_is_held_by_a_function_that_was_short_once() {
+    let found = busy(&["later", "1", "10000"]);
+    assert!((26.0..=34.0).contains(&found), "{found} %");
+}
+
+/// Percent of the card that a program has which may use 30.
+fn busy(words: &[&str]) -> f64 {
+    let mut place = Place::new();
+    place.set("CUDA_DEVICE_SM_LIMIT", "30");
+    place.set("GPU_CORE_UTILIZATION_POLICY", "force");
+    let text = run(place.command("shares").args(words)).quiet();
+    pairs(&text)["busy"].parse().unwrap()
+}
+
 #[test]
 #[ignore = "needs the built library"]
 fn each_card_has_the_stamps_of_its_own_launches_and_is_paid_for_them() {

@@ -1,16 +1,18 @@
 //! What a launch costs: measured where it was, guessed where it was not.
 
 use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64};
+
+use crate::AHEAD_NS;
 
 /// One launch in this many is measured of a function that is short and has been measured a few times, one in
-/// [`SAMPLE_EVERY_YOUNG`] until then. Of those that take a millisecond one in eight is, and each that takes ten: there are
-/// few of them, and the two events cost nothing beside them.
+/// [`SAMPLE_EVERY_YOUNG`] until then. Of those that take a tenth of a millisecond one in 32 is, of those that take a whole
+/// one in eight, and each that takes ten: there are few of them, and the two events cost nothing beside them.
 pub const SAMPLE_EVERY: u32 = 256;
 /// One launch in this many of a short function with few measurements is measured.
 pub const SAMPLE_EVERY_YOUNG: u32 = 64;
 /// Measurements until a function is known well.
-const YOUNG: u32 = 8;
+const YOUNG: u16 = 8;
 /// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch once
 /// the measured one runs.
 pub const UNKNOWN_NS: u64 = 1_000_000;
@@ -21,6 +23,9 @@ pub const BURST_LAUNCHES: u32 = 10;
 /// What one wave of resident threads is guessed to take: between a small elementwise kernel (2-5 us) and a tile of a
 /// large matrix product (50-100 us). A guess.
 const WAVE_NS: u64 = 10_000;
+/// The least that a pair of events around a kernel shows: their resolution is half a microsecond, and a kernel without work
+/// takes longer than that between them. Less is a driver that errs, and is believed when it says so twice.
+pub const LEAST_NS: u64 = 1_000;
 /// The class of graphs in a [`Key`]; grids have the classes 0..=62.
 pub const GRAPH_CLASS: u32 = 63;
 
@@ -146,7 +151,7 @@ impl Known<'_> {
     }
 }
 
-/// What the first measurement of a key says about the launches before it.
+/// What a measurement of a key says about the launches before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Correction {
@@ -158,8 +163,15 @@ pub enum Correction {
     Refund(u64),
 }
 
-/// One measurement counts for at most this many times the cost known before.
-const OUTLIER: u64 = 16;
+/// A measurement of more than this many times what is known is either of a kernel that was held up (by another process's
+/// time slices, or a thread that lost its CPU) or the first of a function that takes longer now. The next ones tell.
+const JUMP: u64 = 8;
+/// While this many measurements are still to come, each launch is measured.
+const WATCH: u16 = 8;
+/// In [`Entry::watch`]: the last measurement was of nothing.
+const LOW: u16 = 1 << 8;
+/// The most that launches are charged later because their function turned out to take longer now.
+const MOST_OWED: u64 = AHEAD_NS / 2;
 const ENTRIES: usize = 1024;
 const PROBES: usize = 16;
 const ENTRY_BITS: u32 = ENTRIES.trailing_zeros();
@@ -175,7 +187,13 @@ struct Entry {
     /// Launches. Counted with plain loads and stores: a lost count shifts a sample by one launch.
     seen: AtomicU32,
     /// Measurements, up to [`YOUNG`].
-    measured: AtomicU32,
+    measured: AtomicU16,
+    /// Not 0 = each launch is measured: measurements for which that goes on, and [`LOW`].
+    watch: AtomicU16,
+    /// `seen` at the last measurement.
+    since: AtomicU32,
+    /// us that launches were charged too little, if the next measurement agrees with the last one.
+    owed_us: AtomicU32,
 }
 
 impl Entry {
@@ -185,7 +203,10 @@ impl Entry {
             cost: AtomicU64::new(0),
             charged: AtomicU64::new(0),
             seen: AtomicU32::new(0),
-            measured: AtomicU32::new(0),
+            measured: AtomicU16::new(0),
+            watch: AtomicU16::new(0),
+            since: AtomicU32::new(0),
+            owed_us: AtomicU32::new(0),
         }
     }
 
@@ -193,8 +214,10 @@ impl Entry {
     #[inline]
     fn is_due(&self, seen: u32, cost_ns: u64) -> bool {
         let every = match cost_ns {
+            _ if self.watch.load(Relaxed) != 0 => return true,
             10_000_000.. => return true,
             1_000_000.. => 8,
+            100_000.. => 32,
             _ if self.measured.load(Relaxed) < YOUNG => SAMPLE_EVERY_YOUNG,
             _ => SAMPLE_EVERY,
         };
@@ -214,6 +237,30 @@ impl Entry {
         self.charged.store(0, Relaxed);
         self.seen.store(0, Relaxed);
         self.measured.store(0, Relaxed);
+        self.since.store(0, Relaxed);
+        self.watch.store(0, Relaxed);
+        self.owed_us.store(0, Relaxed);
+    }
+
+    /// Whether a measurement is to be believed: one of nothing is when it comes twice.
+    fn believes(&self, ns: u64, old: u64) -> bool {
+        let watch = self.watch.load(Relaxed);
+        let low = ns < LEAST_NS && (old == 0 || old > JUMP * LEAST_NS);
+        let believed = !low || watch & LOW != 0;
+        self.watch.store(if believed { (watch & !LOW).saturating_sub(1) } else { LOW | WATCH }, Relaxed);
+        believed
+    }
+
+    /// The function seems to take longer now: it is as good as a new one. What the launches since the last measurement
+    /// should have been charged is owed until the next one agrees.
+    fn rise(&self, ns: u64, old: u64) {
+        let launches = self.seen.load(Relaxed).wrapping_sub(self.since.load(Relaxed));
+        let owed = (ns - old).saturating_mul(launches.into()).min(MOST_OWED) / 1_000;
+        self.clear();
+        self.cost.store(ns, Relaxed);
+        self.measured.store(1, Relaxed);
+        self.owed_us.store(u32::try_from(owed).unwrap_or(0), Relaxed);
+        self.watch.store(WATCH, Relaxed);
     }
 }
 
@@ -232,7 +279,7 @@ impl Default for Costs {
 impl Costs {
     /// An empty table.
     #[must_use]
-    #[expect(clippy::large_stack_arrays, reason = "32 KiB; the library's is a static")]
+    #[expect(clippy::large_stack_arrays, reason = "40 KiB; the library's is a static")]
     pub const fn new() -> Self {
         Self { entries: [const { Entry::new() }; ENTRIES] }
     }
@@ -271,7 +318,7 @@ impl Costs {
             Progress::None | Progress::Queued => guess.max(UNKNOWN_NS),
             Progress::Running(ns) => guess.max(UNKNOWN_NS << seen.min(BURST_LAUNCHES)).max(ns),
         };
-        let sample = seen == 0 || seen.is_power_of_two();
+        let sample = seen == 0 || seen.is_power_of_two() || entry.watch.load(Relaxed) != 0;
         Quote { ns, sample, known: false, index: Some(index) }
     }
 
@@ -293,17 +340,29 @@ impl Costs {
 
     /// Enters a measurement: the first counts whole and settles the launches before it, a later one counts a quarter.
     ///
-    /// A measurement can be far too high, where the thread lost its CPU between event and launch, but not too low. So
-    /// while a function is young, one that is far below what is known takes its place, and settles again.
+    /// A measurement can be far too high, where the thread lost its CPU between event and launch or others had the card,
+    /// but not too low. So while a function is young, one that is far below what is known takes its place, and settles
+    /// again. After one that is far above, the function is young again and each launch is measured: a few launches wait
+    /// until the next one has told which it was.
     pub fn measured(&self, key: Key, ns: u64) -> Correction {
         let Some(entry) = self.find(key).and_then(|i| self.entries.get(i)) else { return Correction::None };
-        let ns = ns.clamp(1, 1 << 40);
         let (old, measured) = (entry.cost.load(Relaxed), entry.measured.load(Relaxed));
-        entry.measured.store((measured + 1).min(YOUNG), Relaxed);
-        if old != 0 && (measured >= YOUNG || ns >= old / 4) {
-            let ns = ns.min(old.saturating_mul(OUTLIER));
-            entry.cost.store(((old - old / 4) + ns / 4).max(1), Relaxed);
+        if !entry.believes(ns, old) {
             return Correction::None;
+        }
+        let ns = ns.clamp(LEAST_NS, 1 << 40);
+        let owed = u64::from(entry.owed_us.swap(0, Relaxed)) * 1_000;
+        let charge_owed = || if owed == 0 { Correction::None } else { Correction::Charge(owed) };
+        if old != 0 && ns > old.saturating_mul(JUMP) {
+            entry.rise(ns, old);
+            return charge_owed();
+        }
+        entry.measured.store((measured + 1).min(YOUNG), Relaxed);
+        entry.since.store(entry.seen.load(Relaxed), Relaxed);
+        if old != 0 && (measured >= YOUNG || ns >= old / 4) {
+            entry.cost.store(((old - old / 4) + ns / 4).max(1), Relaxed);
+            entry.charged.store(entry.charged.load(Relaxed).saturating_add(owed), Relaxed);
+            return charge_owed();
         }
         entry.cost.store(ns, Relaxed);
         let due = ns.saturating_mul(entry.seen.load(Relaxed).into());

@@ -38,7 +38,7 @@ mod steer;
 
 pub use bucket::{AHEAD_NS, Admission, Bucket, SLICE_NS, Terms};
 pub use cost::{
-    BURST_LAUNCHES, Correction, Costs, GRAPH_CLASS, Key, Known, Progress, Quote, SAMPLE_EVERY,
+    BURST_LAUNCHES, Correction, Costs, GRAPH_CLASS, Key, Known, LEAST_NS, Progress, Quote, SAMPLE_EVERY,
     SAMPLE_EVERY_YOUNG, Size, UNKNOWN_NS, guess_ns,
 };
 pub use sample::{MAX_WINDOW_NS, MIN_WINDOW_NS, Meter, Reading, STALE_NS};

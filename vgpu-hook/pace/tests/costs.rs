@@ -1,8 +1,8 @@
 //! The table of costs, NVML's samples and single steps of the loop.
 
 use mullion_pace::{
-    Correction, Costs, Key, MAX_SCALE, MIN_SCALE, Meter, Observation, Progress, Reading, SAMPLE_EVERY,
-    SAMPLE_EVERY_YOUNG, SCALE_ONE, Size, Steer, UNKNOWN_NS, guess_ns,
+    Correction, Costs, Key, LEAST_NS, MAX_SCALE, MIN_SCALE, Meter, Observation, Progress, Reading,
+    SAMPLE_EVERY, SAMPLE_EVERY_YOUNG, SCALE_ONE, Size, Steer, UNKNOWN_NS, guess_ns,
 };
 use proptest::prelude::*;
 
@@ -104,12 +104,57 @@ fn a_measurement_that_was_far_too_high_is_soon_forgotten() {
     assert_eq!(after, 300 * MS);
     assert_eq!(costs.measured(key(1), 200_000), Correction::Refund(600 * MS - 400_000));
     assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(200_000));
-    // Later one counts for 16 times what is known at most, and a quarter of that.
+    // Later as well: each launch is measured then, and the first that was not held up gives back what was charged.
     for _ in 0..8 {
         let _ = costs.measured(key(1), 200_000);
     }
     assert_eq!(costs.measured(key(1), 900 * MS), Correction::None);
-    assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(150_000 + 4 * 200_000));
+    assert!(costs.known(key(1)).is_some_and(|k| k.ns == 900 * MS && k.book()));
+    assert_eq!(costs.measured(key(1), 200_000), Correction::Refund(900 * MS - 200_000));
+    assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(200_000));
+}
+
+/// A kernel whose work depends on its data: short for long, long from now on.
+#[test]
+fn a_function_that_takes_longer_now_is_charged_so_at_once() {
+    let costs = Costs::new();
+    let _ = costs.measured(key(1), 3_000);
+    let launches = |n| (0..n).filter(|_| costs.known(key(1)).unwrap().book()).count();
+    launches(1_000);
+    for _ in 0..8 {
+        let _ = costs.measured(key(1), 3_000);
+    }
+    launches(10);
+    assert_eq!(costs.measured(key(1), 20 * MS), Correction::None);
+    assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(20 * MS));
+    assert_eq!(launches(5), 5, "not each is measured");
+    // The next one tells that it was so for the launches since the last short one, not for all that ever were.
+    assert_eq!(costs.measured(key(1), 20 * MS), Correction::Charge(10 * (20 * MS - 3_000) / 1_000 * 1_000));
+    assert_eq!(costs.measured(key(1), 20 * MS), Correction::None, "charged once");
+    // However many there were, a second is charged at most.
+    launches(1_000);
+    let _ = costs.measured(key(1), 500 * MS);
+    assert_eq!(costs.measured(key(1), 500 * MS), Correction::Charge(S));
+}
+
+/// Two events cannot be closer than that with a kernel between them.
+#[test]
+fn a_measurement_of_nothing_is_believed_when_it_comes_twice() {
+    for (case, known) in [("first", None), ("young", Some(5 * MS))] {
+        let costs = Costs::new();
+        if let Some(ns) = known {
+            let _ = costs.measured(key(1), ns);
+        }
+        let quote = costs.quote(key(1), true, || 10_000, || Progress::None);
+        costs.book(&quote);
+        assert_eq!(costs.measured(key(1), 0), Correction::None, "{case}");
+        assert_eq!(costs.known(key(1)).map(|k| k.ns), known, "{case}");
+        assert!(costs.quote(key(1), true, || 10_000, || Progress::None).sample, "{case}");
+        let _ = costs.measured(key(1), 5 * MS);
+        assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(5 * MS), "{case}");
+        let _ = (costs.measured(key(1), 0), costs.measured(key(1), 0));
+        assert_eq!(costs.known(key(1)).map(|k| k.ns), Some(LEAST_NS), "{case}");
+    }
 }
 
 #[test]

@@ -31,6 +31,9 @@ const RESIDENT: u64 = 132 * 2048;
 const STAMP_NS: u64 = 1_000_000_000;
 /// Launches after which stamps are looked at even though the agent's heartbeat does not move.
 pub(super) const STAMP_EVERY: u32 = 64;
+/// Of launches that pay by the clock one is measured this long after the one before, whatever its function: a function
+/// that takes longer than it did is soon known, and two events cost nothing in such a time.
+const SAMPLE_NS: u64 = 5_000_000;
 /// Slices while a first measurement is under way: what it says may end the wait.
 const MEASURING_SLICE_NS: u64 = 1_000_000;
 
@@ -47,6 +50,8 @@ struct Local {
     resident: AtomicU64,
     /// The clock when it was last read.
     now: AtomicU64,
+    /// The clock when a launch was last measured because it was time.
+    sampled: AtomicU64,
 }
 
 impl Local {
@@ -100,6 +105,7 @@ impl Pacer {
                     spent_ns: AtomicU64::new(0),
                     resident: AtomicU64::new(0),
                     now: AtomicU64::new(0),
+                    sampled: AtomicU64::new(0),
                 }
             }; MAX_DEVICES],
         }
@@ -245,11 +251,15 @@ impl Pacer {
         let now = clock::coarse_ns();
         local.now.store(now, Relaxed);
         let quote = self.quote(lane, request, measurable, now, events);
-        let quote = match lane.bucket().admit(now, quote.ns, terms) {
+        let mut quote = match lane.bucket().admit(now, quote.ns, terms) {
             Admission::Go => quote,
             Admission::Wait(ns) => self.wait(lane, request, measurable, ns, events)?,
         };
         self.costs.book(&quote);
+        if quote.sample || now.saturating_sub(local.sampled.load(Relaxed)) >= SAMPLE_NS {
+            quote.sample |= measurable && quote.known;
+            local.sampled.store(now, Relaxed);
+        }
         Some(quote)
     }
 

@@ -20,6 +20,8 @@ pub(crate) struct Objects {
     pub(crate) functions: HashMap<Handle, Function>,
     pub(crate) streams: HashMap<Handle, Stream>,
     pub(crate) events: HashMap<Handle, Event>,
+    /// Recorded, and not seen to have happened yet.
+    pub(crate) pending_events: Vec<Handle>,
     pub(crate) captures: HashMap<u64, Capture>,
     /// Nodes of graphs, in their order.
     pub(crate) graphs: HashMap<Handle, Vec<Handle>>,

@@ -48,8 +48,16 @@ struct Record {
     card: usize,
     mark: u64,
     at: u64,
-    /// Nothing was before it any more: it happened at once.
-    idle: bool,
+    /// When it happened, once that was seen.
+    happened: Option<u64>,
+}
+
+impl Record {
+    fn look(&mut self, live: &fake_state::live::Live) {
+        if self.happened.is_none() {
+            self.happened = live.done_at(self.card, self.mark).map(|t| t.max(self.at));
+        }
+    }
 }
 
 /// A stream argument resolved.
@@ -91,6 +99,18 @@ impl Driver {
         if let Some(stream) = target.stream.and_then(|s| self.objects.streams.get_mut(&s)) {
             stream.mark = mark;
         }
+        self.look_at_events();
+    }
+
+    /// Notes when the events happened that have: the card does not remember for long.
+    fn look_at_events(&mut self) {
+        let live = self.live;
+        let (events, pending) = (&mut self.objects.events, &mut self.objects.pending_events);
+        pending.retain(|event| {
+            let Some(record) = events.get_mut(event).and_then(|e| e.record.as_mut()) else { return false };
+            record.look(live);
+            record.happened.is_none()
+        });
     }
 
     /// The mark up to which the stream's work has to be done.
@@ -123,11 +143,15 @@ impl Driver {
         let target = self.target(stream)?;
         let (card, mark) = self.mark(&target);
         let at = fake_state::live::work::now(self.live.region());
-        let idle = self.live.is_done(card, mark);
-        let event = self.objects.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
-        event.capture = target.capture;
+        let happened = self.live.is_done(card, mark).then_some(at);
+        let known = self.objects.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
+        known.capture = target.capture;
         if target.capture.is_none() {
-            event.record = Some(Record { card, mark, at, idle });
+            known.record = Some(Record { card, mark, at, happened });
+            let pending = &mut self.objects.pending_events;
+            if happened.is_none() && !pending.contains(&event) {
+                pending.push(event);
+            }
         }
         Ok(())
     }
@@ -144,10 +168,9 @@ impl Driver {
         if !event.timing {
             return Err(Code::INVALID_HANDLE);
         }
-        if record.idle {
-            return Ok(Some(record.at));
-        }
-        Ok(self.live.done_at(record.card, record.mark).map(|t| t.max(record.at)))
+        let mut record = record;
+        record.look(self.live);
+        Ok(record.happened)
     }
 }
 

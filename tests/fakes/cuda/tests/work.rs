@@ -35,6 +35,77 @@ fn kernels_run_one_after_the_other_and_events_tell_when() {
     assert_eq!(cuda.word("fake_cuda_busy_ns", &[0]), 15 * MS);
 }
 
+/// The card keeps a few stretches of work; the time of an event is right however often it is looked at meanwhile, and
+/// however much is launched after it.
+#[test]
+fn events_in_several_streams_tell_when_although_they_are_asked_late() {
+    let cuda = Cuda::ready(SIMULATED);
+    let kernel = cuda.kernel(c"busy_5ms");
+    let mut streams = [0_u64; 4];
+    for stream in &mut streams {
+        ok!(cuda.cuStreamCreate(stream, 1));
+    }
+    let mut events = [[0_u64; 2]; 100];
+    for (i, pair) in events.iter_mut().enumerate() {
+        let stream = streams[i % 4];
+        for event in &mut *pair {
+            ok!(cuda.cuEventCreate(event, 0));
+        }
+        ok!(cuda.cuEventRecord(pair[0], stream));
+        assert_eq!(cuda.launch(kernel, stream), 0);
+        ok!(cuda.cuEventRecord(pair[1], stream));
+        if i >= 50 {
+            // One by one from here.
+            ok!(cuda.cuStreamSynchronize(stream));
+            cuda.word("fake_cuda_advance_clock", &[MS]);
+        } else {
+            for _ in 0..3 {
+                cuda.word("fake_cuda_advance_clock", &[MS / 10]);
+                let _ = call!(cuda.cuEventQuery(pair[1]));
+            }
+        }
+    }
+    for (i, [start, end]) in events.into_iter().enumerate() {
+        let mut ms = 0_f32;
+        ok!(cuda.cuEventElapsedTime(&mut ms, start, end));
+        // From the end of the kernel before it in its stream, or from the moment of the record, to its own end.
+        let want = match i {
+            0..4 => {
+                5.0 * f64::from(u32::try_from(i + 1).unwrap_or(0))
+                    - 0.3 * f64::from(u32::try_from(i).unwrap_or(0))
+            }
+            4..=49 => 20.0,
+            51..=99 => 5.0,
+            _ => continue,
+        };
+        assert!((f64::from(ms) - want).abs() < 0.01, "{i}: {ms} instead of {want}");
+    }
+}
+
+/// Work that is handed in after a pause begins then, although nobody asked meanwhile whether what was before it had ended.
+#[test]
+fn work_does_not_begin_before_it_is_handed_in() {
+    let cuda = Cuda::ready(SIMULATED);
+    let kernel = cuda.kernel(c"busy_5ms");
+    let (mut other, mut stream, mut events) = (0_u64, 0_u64, [0_u64; 2]);
+    ok!(cuda.cuStreamCreate(&mut other, 1));
+    ok!(cuda.cuStreamCreate(&mut stream, 1));
+    for event in &mut events {
+        ok!(cuda.cuEventCreate(event, 0));
+    }
+    assert_eq!(cuda.launch(kernel, other), 0);
+    cuda.word("fake_cuda_advance_clock", &[30 * MS]);
+    ok!(cuda.cuEventRecord(events[0], stream));
+    assert_eq!(cuda.launch(kernel, stream), 0);
+    ok!(cuda.cuEventRecord(events[1], stream));
+    cuda.word("fake_cuda_advance_clock", &[4 * MS]);
+    assert_eq!(call!(cuda.cuEventQuery(events[1])), 600);
+    ok!(cuda.cuCtxSynchronize());
+    let mut ms = 0_f32;
+    ok!(cuda.cuEventElapsedTime(&mut ms, events[0], events[1]));
+    assert!((ms - 5.0).abs() < 1e-3, "{ms}");
+}
+
 #[test]
 fn waiting_moves_the_simulated_clock() {
     let cuda = Cuda::ready(SIMULATED);

@@ -263,6 +263,28 @@ fn short_kernels_after_long_ones_get_their_share() {
     assert!((outcomes[0].share - 10.0).abs() <= 3.0, "{:.1}", outcomes[0].share);
 }
 
+/// A function that is short at first and long later, as one whose work depends on its data: with and without an agent, and
+/// beside others whose time slices make short kernels look long.
+#[test]
+fn a_function_that_takes_longer_later_gets_its_share() {
+    for (from, to) in [(3 * US, 20 * MS), (3 * US, 500 * US), (MS, 50 * MS), (20 * MS, 10 * US)] {
+        for percent in [10, 30] {
+            for dead in [0..0, 0..u64::MAX] {
+                let mut load = process(Habit::Deep { depth: 16 }, from);
+                (load.then, load.same) = (Some((30 * S, to)), true);
+                let mut s = scenario(tenants(&[(percent, load)]));
+                (s.agent_dead, s.start_up) = (dead, 45 * S);
+                holds(&format!("{percent} %, {} us for 30 s, then {} us", from / US, to / US), &s);
+            }
+        }
+    }
+    let mut load = process(Habit::Deep { depth: 64 }, 50 * US);
+    (load.then, load.same) = (Some((30 * S, 10 * MS)), true);
+    let mut s = scenario(tenants(&[(30, load), (70, process(DEEP, MS))]));
+    s.start_up = 45 * S;
+    holds("30 %, 50 us for 30 s, then 10 ms; full card", &s);
+}
+
 /// What cannot be seen: NVML gives whole percent and lists no process below one. The container gets less than a point more
 /// for each process, until they are seen.
 #[test]

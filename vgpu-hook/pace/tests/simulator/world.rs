@@ -41,12 +41,22 @@ pub struct Process {
     pub graph: u64,
     /// After this long the kernels are this long instead.
     pub then: Option<(u64, u64)>,
+    /// They are of the same function as before.
+    pub same: bool,
     /// At work only in this part of each ten seconds, in percent.
     pub duty: u64,
 }
 
 pub fn process(habit: Habit, kernel: u64) -> Process {
-    Process { habit, kernel, size: Size { blocks: 4096, threads: 256 }, graph: 0, then: None, duty: 100 }
+    Process {
+        habit,
+        kernel,
+        size: Size { blocks: 4096, threads: 256 },
+        graph: 0,
+        then: None,
+        same: false,
+        duty: 100,
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -259,7 +269,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let cont = &mut conts[container];
             let terms = terms(scenario.containers[container].percent, cont.scale);
             let size = plan.size;
-            let later = u64::from(plan.then.is_some_and(|(at, _)| now - zero >= at));
+            let later = u64::from(!plan.same && plan.then.is_some_and(|(at, _)| now - zero >= at));
             let handle = 0x7f00_0000_0000 + 64 * (2 * p as u64 + later);
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
             // The kernels of a graph are not known one by one.

@@ -54,10 +54,12 @@ impl Share {
     /// `work` done over the stretch `from..to`, during which the kernels of this process were on the card for `work` ns.
     fn progress(&self, work: u64, from: u64, to: u64) {
         let before = self.done.fetch_add(work, SeqCst);
-        let place = self.next_stretch.fetch_add(1, SeqCst);
-        let words = &self.stretches[usize::try_from(place).unwrap_or(0) % STRETCHES];
-        for (word, value) in words.iter().zip([from, to, before, before + work]) {
-            word.store(value, SeqCst);
+        if !self.prolong(before, work, from, to) {
+            let place = self.next_stretch.fetch_add(1, SeqCst);
+            let words = &self.stretches[usize::try_from(place).unwrap_or(0) % STRETCHES];
+            for (word, value) in words.iter().zip([from, to, before, before + work]) {
+                word.store(value, SeqCst);
+            }
         }
         let length = (to - from).max(1);
         let mut start = from;
@@ -68,6 +70,24 @@ impl Share {
             self.add_to_window(window, u64::try_from(part).unwrap_or(0));
             start = end;
         }
+    }
+
+    /// Enters work as part of the last stretch, where it goes on from there at the same rate: each look at a card ends a
+    /// stretch, and few are kept. Whether it did.
+    fn prolong(&self, before: u64, work: u64, from: u64, to: u64) -> bool {
+        let Some(place) = self.next_stretch.load(SeqCst).checked_sub(1) else { return false };
+        let words = &self.stretches[usize::try_from(place).unwrap_or(0) % STRETCHES];
+        let [begin, end, first, last] = words.each_ref().map(|w| w.load(SeqCst));
+        let (length, done) = (end.saturating_sub(begin), last.saturating_sub(first));
+        // Rates are one in so many, and work is rounded up by a ns.
+        let expected = u128::from(done) * u128::from(to - from) / u128::from(length.max(1));
+        let same = u128::from(work).abs_diff(expected) <= 1 + expected / 1024;
+        if end != from || last != before || !same {
+            return false;
+        }
+        words[1].store(to, SeqCst);
+        words[3].store(before + work, SeqCst);
+        true
     }
 
     fn add_to_window(&self, window: u64, busy: u64) {
@@ -133,8 +153,11 @@ impl Live {
             return share.submitted.load(SeqCst);
         }
         let _held = self.hold(card);
-        if share.pending() == 0 {
-            self.advance(card, now(self.region()));
+        // Where what is pending may have ended by now, the new work must not begin at that end.
+        let now = now(self.region());
+        let booked = self.region().cards[card].advanced.load(SeqCst);
+        if booked.saturating_add(share.pending()) <= now {
+            self.advance(card, now);
         }
         share.submitted.fetch_add(work, SeqCst) + work
     }
