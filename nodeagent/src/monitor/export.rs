@@ -197,5 +197,25 @@ impl Number for Shown {
 const GAUGE: MetricType = MetricType::Gauge;
 const COUNTER: MetricType = MetricType::Counter;
 
+/// A metric about a `T`: name, help, kind, and its number.
+type Metric<T> = (&'static str, &'static str, MetricType, fn(&T) -> Option<Shown>);
+
+/// Each metric of a table, for those of `things` that have it.
+fn families<'a, T: 'a, I: Iterator<Item = &'a T>, const N: usize>(
+    encoder: &mut DescriptorEncoder<'_>,
+    table: &[Metric<T>],
+    things: impl Fn() -> I,
+    labels: impl Fn(&'a T) -> [(&'a str, &'a str); N],
+) -> fmt::Result {
+    for (name, help, kind, number) in table {
+        let mut family = family(encoder, name, help, *kind)?;
+        for thing in things() {
+            let Some(number) = number(thing) else { continue };
+            family.add(labels(thing), number)?;
+        }
+    }
+    Ok(())
+}
+
 /// A metric about a card of the node.
 type OfCard = (&'static str, &'static str, fn(&Card) -> Option<u64>);

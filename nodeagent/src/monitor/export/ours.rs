@@ -5,10 +5,10 @@ use std::fmt;
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
 
-use super::{COUNTER, Exporter, GAUGE, OfCard, Shown, Slice, Whole, family, seconds};
+use super::{COUNTER, Exporter, GAUGE, Metric, OfCard, Shown, Slice, Whole, families, family, seconds};
 use crate::monitor::snapshot::{Container, Snapshot};
 
-/// A metric of ours about a card of a container: name, help, kind, and its number.
+/// A [`Metric`] of any slice, however long it lives.
 type OfSlice = (&'static str, &'static str, MetricType, fn(&Slice<'_>) -> Option<Shown>);
 
 /// Ours, by card of a container.
@@ -98,15 +98,12 @@ const SLICES: &[OfSlice] = &[
     ),
 ];
 
-/// A metric of ours about a container.
-type OfContainer = (&'static str, &'static str, MetricType, fn(&Container) -> Option<Shown>);
-
 fn flag(set: bool) -> Shown {
     Shown::Whole(u64::from(set))
 }
 
 /// Ours, by container.
-const CONTAINERS: &[OfContainer] = &[
+const CONTAINERS: &[Metric<Container>] = &[
     (
         "mullion_container_hook_attached",
         "1 once a process of the container has asked for its cards through the library.",
@@ -160,6 +157,16 @@ const CONTAINERS: &[OfContainer] = &[
     }),
 ];
 
+/// The labels of a container.
+fn of_container<'a>(node: &'a str, container: &'a Container) -> [(&'a str, &'a str); 4] {
+    [
+        ("node", node),
+        ("namespace", &container.pod.namespace),
+        ("pod", &container.pod.name),
+        ("container", &container.container),
+    ]
+}
+
 impl Exporter {
     pub(super) fn ours(
         &self,
@@ -168,34 +175,16 @@ impl Exporter {
         slices: &[Slice<'_>],
     ) -> fmt::Result {
         let node = self.node.as_str();
-        for (name, help, kind, number) in SLICES {
-            let mut family = family(encoder, name, help, *kind)?;
-            for slice in slices {
-                let Some(number) = number(slice) else { continue };
-                let c = slice.container;
-                let labels = [
-                    ("node", node),
-                    ("namespace", &c.pod.namespace),
-                    ("pod", &c.pod.name),
-                    ("container", &c.container),
-                    ("device_uuid", slice.card),
-                ];
-                family.add(labels, number)?;
-            }
-        }
-        for (name, help, kind, number) in CONTAINERS {
-            let mut family = family(encoder, name, help, *kind)?;
-            for c in snapshot.shown() {
-                let Some(number) = number(c) else { continue };
-                let labels = [
-                    ("node", node),
-                    ("namespace", c.pod.namespace.as_str()),
-                    ("pod", &c.pod.name),
-                    ("container", &c.container),
-                ];
-                family.add(labels, number)?;
-            }
-        }
+        families(
+            encoder,
+            SLICES,
+            || slices.iter(),
+            |slice| {
+                let [node, namespace, pod, container] = of_container(node, slice.container);
+                [node, namespace, pod, container, ("device_uuid", slice.card)]
+            },
+        )?;
+        families(encoder, CONTAINERS, || snapshot.shown(), |container| of_container(node, container))?;
         let help = "Usage files that cannot be read, by code.";
         let mut unreadable = family(encoder, "mullion_usage_files_unreadable", help, GAUGE)?;
         let mut codes: Vec<&str> =
