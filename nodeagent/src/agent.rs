@@ -56,7 +56,7 @@ pub async fn run(
 ) -> Result<(), Error> {
     files::folder(&settings.state_dir)?;
     let state = State::open(&settings.state_dir.join("state.db")).await?;
-    let Restored { world, offered, specs } = restore(&settings, &state).await?;
+    let Restored { world, offered, rebuild } = restore(&settings, &state).await?;
     info!(node = %world.node, slots = offered.len(), allocations = world.allocations.len(), "starting");
     let (facts, received) = mpsc::unbounded_channel();
     let mut agent = Agent {
@@ -71,7 +71,7 @@ pub async fn run(
     };
     agent.serve_kubelet(offered);
     agent.library.announce().await;
-    let log = start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone(), specs);
+    let log = start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone(), rebuild);
     agent.spawn(log.then(|()| std::future::pending()));
     agent.spawn(api::append_facts(agent.audit.clone(), received));
     let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use mullion_audit::Event as AuditEvent;
 use mullion_core::facts::Event;
@@ -15,11 +16,13 @@ use crate::config::Settings;
 use crate::error::Error;
 use crate::prepare::{by_spec, cdi};
 use crate::release;
-use crate::state::{Key, State};
+use crate::state::{Key, Limits, Rebuild, State};
 use crate::world::{Shared, World};
 
 /// The kernel's name of this boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// Pause between two tries to read the audit log, at first and at most.
+const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_mins(1));
 
 /// What is known of a former run before anybody is asked.
 pub(crate) struct Restored {
@@ -27,8 +30,8 @@ pub(crate) struct Restored {
     pub world: World,
     /// The slots that the kubelet was offered.
     pub offered: Vec<String>,
-    /// Where the state file is lost: what the specs say that were there, by grant.
-    pub specs: BTreeMap<String, cdi::Spec>,
+    /// Whether the audit log must be asked for more.
+    pub rebuild: Rebuild,
 }
 
 /// Reads the state file.
@@ -40,7 +43,13 @@ pub(crate) async fn restore(settings: &Settings, state: &State) -> Result<Restor
     world.observation = state.get(Key::Observation).await?.unwrap_or_default();
     world.gpunode = state.get::<GPUNode>(Key::GpuNode).await?;
     let same_boot = state.get::<String>(Key::BootId).await?.as_ref() == Some(&boot_id);
-    let specs = if state.fresh { specs(&settings.cdi_dir) } else { BTreeMap::new() };
+    let mut rebuild: Rebuild = state.get(Key::Rebuild).await?.unwrap_or_default();
+    if let Rebuild::Due(said) = &mut rebuild {
+        // Kept before the specs are removed: this run may end before the log was asked.
+        said.extend(limits_by_specs(&settings.cdi_dir));
+        state.put(Key::Rebuild, &rebuild).await?;
+    }
+    world.grants_known = rebuild == Rebuild::Done;
     if same_boot {
         world.cards = state.get(Key::Cards).await?;
     } else {
@@ -61,18 +70,18 @@ pub(crate) async fn restore(settings: &Settings, state: &State) -> Result<Restor
     let folders = [("hookDir", &settings.hook_dir), ("cdiDir", &settings.cdi_dir)];
     keep_folders(&folders, state, same_boot && !world.grants.is_empty()).await?;
     let offered: Vec<String> = state.get(Key::Slots).await?.unwrap_or_default();
-    Ok(Restored { world, offered, specs })
+    Ok(Restored { world, offered, rebuild })
 }
 
-/// The specs of grants that lie in `cdi_dir`.
-fn specs(cdi_dir: &Path) -> BTreeMap<String, cdi::Spec> {
+/// What the specs in `cdi_dir` say of their grants.
+fn limits_by_specs(cdi_dir: &Path) -> BTreeMap<String, Limits> {
     let entries = std::fs::read_dir(cdi_dir).into_iter().flatten().flatten();
-    let spec = |entry: std::fs::DirEntry| {
+    let limits = |entry: std::fs::DirEntry| {
         let name = entry.file_name().into_string().ok()?;
         let spec = serde_json::from_slice(&std::fs::read(entry.path()).ok()?).ok()?;
-        Some((cdi::grant_of(&name)?.to_owned(), spec))
+        Some((cdi::grant_of(&name)?.to_owned(), by_spec(&spec)))
     };
-    entries.filter_map(spec).collect()
+    entries.filter_map(limits).collect()
 }
 
 /// Keeps where containers' files are; `in_use` while there may be containers that have some (MO-04).
@@ -91,32 +100,10 @@ async fn keep_folders(now: &[(&str, &PathBuf)], state: &State, in_use: bool) -> 
     if before == now { Ok(()) } else { state.put(Key::Folders, &now).await }
 }
 
-/// Opens the audit log, takes from it what a former run knew, and writes down that this one has begun.
-pub(crate) async fn start_log(
-    audit: Audit,
-    shared: Arc<Shared>,
-    state: State,
-    specs: BTreeMap<String, cdi::Spec>,
-) {
+/// Opens the audit log, writes down that this run has begun, and takes from it what a former one knew.
+pub(crate) async fn start_log(audit: Audit, shared: Arc<Shared>, state: State, rebuild: Rebuild) {
     let (node, boot_id) = shared.read(|w| (w.node.clone(), w.boot_id.clone()));
     let new = audit.open(&node).await;
-    if state.fresh {
-        rebuild(&audit, &shared, &state, &specs).await;
-    }
-    match audit.open_grants().await {
-        Ok(open) => shared.change_if(|world| {
-            for (grant, at) in open {
-                // Filled while the log was read.
-                if !world.grants.contains_key(&grant) {
-                    world.issued.entry(grant).or_insert(at);
-                }
-            }
-            false
-        }),
-        Err(error) => {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "open grants not known");
-        }
-    }
     let event = AuditEvent::AgentStarted { boot_id, agent_version: env!("CARGO_PKG_VERSION").to_owned() };
     if let Err(error) = audit.append(event).await {
         warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
@@ -131,28 +118,48 @@ pub(crate) async fn start_log(
             warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not carried over");
         }
     }
+    catch_up(&audit, &shared, &state, &rebuild).await;
 }
 
-/// Takes from the audit log what is held. Whether a container has the library its spec says, where there is one.
-async fn rebuild(audit: &Audit, shared: &Shared, state: &State, specs: &BTreeMap<String, cdi::Spec>) {
-    let node = shared.read(|w| w.node.clone());
-    let Held { facts, mut grants } = match audit.held(&node).await {
-        Ok(held) => held,
-        Err(error) => {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not rebuilt");
-            return;
-        }
-    };
-    info!(allocations = facts.len(), grants = grants.len(), "rebuilt from the audit log");
-    for grant in &mut grants {
-        if let Some(spec) = specs.get(&grant.grant) {
-            (grant.enforced, grant.unenforced) = by_spec(spec);
-        }
-        if let Err(error) = state.put_grant(grant).await {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "not kept");
-        }
+/// Takes in what the audit log knows, and tries until it has.
+async fn catch_up(audit: &Audit, shared: &Shared, state: &State, rebuild: &Rebuild) {
+    let mut pause = RETRY.0;
+    while let Err(error) = take_in(audit, shared, state, rebuild).await {
+        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "the audit log is not taken in yet");
+        tokio::time::sleep(pause).await;
+        pause = pause.saturating_mul(2).min(RETRY.1);
     }
-    shared.change(|world| {
+}
+
+/// Takes from the audit log what a lost state file had, and grants that nobody has filled. Doing it again does no harm.
+async fn take_in(audit: &Audit, shared: &Shared, state: &State, rebuild: &Rebuild) -> Result<(), Error> {
+    if let Rebuild::Due(said) = rebuild {
+        take_held(audit, shared, state, said).await?;
+    }
+    let open = audit.open_grants().await?;
+    shared.change_if(|world| {
+        for (grant, at) in open {
+            // Filled while the log was read.
+            if !world.grants.contains_key(&grant) {
+                world.issued.entry(grant).or_insert(at);
+            }
+        }
+        false
+    });
+    Ok(())
+}
+
+/// Takes from the audit log what is held; `said` is what the log does not say of grants.
+async fn take_held(
+    audit: &Audit,
+    shared: &Shared,
+    state: &State,
+    said: &BTreeMap<String, Limits>,
+) -> Result<(), Error> {
+    let node = shared.read(|w| w.node.clone());
+    let Held { facts, grants } = audit.held(&node).await?;
+    info!(allocations = facts.len(), grants = grants.len(), "rebuilt from the audit log");
+    let grants = shared.change(|world| {
         // What the API server has listed meanwhile is all there is.
         let listed = world.allocations_listed;
         for fact in facts {
@@ -166,10 +173,20 @@ async fn rebuild(audit: &Audit, shared: &Shared, state: &State, specs: &BTreeMap
                 world.ledger.apply(&Event::AllocationObserved(fact));
             }
         }
-        for grant in grants {
+        for mut grant in grants {
+            if let Some(limits) = said.get(&grant.grant) {
+                (grant.enforced, grant.unenforced) = limits.clone();
+            }
+            // What this run knows of it is newer.
             world.grants.entry(grant.grant.clone()).or_insert(grant);
         }
+        world.grants_known = true;
+        world.grants.clone()
     });
+    for grant in grants.values() {
+        state.put_grant(grant).await?;
+    }
+    state.put(Key::Rebuild, &Rebuild::Done).await
 }
 
 #[cfg(test)]
@@ -241,10 +258,19 @@ mod tests {
         }
         audit.close().await;
 
-        let state = State::open(&place.path().join("state.db")).await.unwrap();
-        let Restored { world, specs, .. } = restore(&settings, &state).await.unwrap();
+        // Killed before the log was read, which is no loss.
+        let path = place.path().join("state.db");
+        let state = State::open(&path).await.unwrap();
+        let Restored { world, .. } = restore(&settings, &state).await.unwrap();
+        assert!(!world.grants_known);
+        state.close().await;
+
+        let state = State::open(&path).await.unwrap();
+        let Restored { world, rebuild, .. } = restore(&settings, &state).await.unwrap();
+        assert!(!world.grants_known);
         let shared = Shared::new(world);
-        start_log(audit, Arc::clone(&shared), state.clone(), specs).await;
+        start_log(audit, Arc::clone(&shared), state.clone(), rebuild).await;
+        assert!(shared.read(|w| w.grants_known));
         let said = |grants: Vec<Grant>| -> Vec<_> {
             grants.into_iter().map(|g| (g.grant, g.enforced, g.unenforced.map(|why| why.code))).collect()
         };
@@ -257,5 +283,37 @@ mod tests {
         assert_eq!(said(state.grants().await.unwrap()), want, "kept");
         let open: Vec<String> = shared.read(|w| w.issued.keys().cloned().collect());
         assert_eq!(open, ["000000000000000d"], "what nobody has filled is still to be looked after");
+
+        // Once is enough: what the next run has forgotten does not come back.
+        for uid in [with, without, unknown] {
+            state.forget(&format!("a-{uid}")).await.unwrap();
+        }
+        let Restored { world, rebuild, .. } = restore(&settings, &state).await.unwrap();
+        assert!(world.grants_known && rebuild == Rebuild::Done);
+    }
+
+    /// Another program may hold the log for a moment, or a disk not answer: what it has is taken in later.
+    #[tokio::test]
+    async fn a_log_that_cannot_be_read_is_read_later() {
+        let place = tempfile::tempdir().unwrap();
+        let (path, aside) = (place.path().join("audit.db"), place.path().join("aside"));
+        let audit = Audit::new(path.clone());
+        audit.open(&"n".into()).await;
+        let issued = AuditEvent::GrantIssued { grant: "0123456789abcdef".to_owned(), device_ids: Vec::new() };
+        audit.append(issued).await.unwrap();
+        audit.close().await;
+        let state = State::open(&place.path().join("state.db")).await.unwrap();
+        let shared = Shared::new(World { node: "n".into(), ..World::default() });
+        std::fs::rename(&path, &aside).unwrap();
+        let known = || shared.read(|w| w.grants_known && w.issued.contains_key("0123456789abcdef"));
+        let rebuild = Rebuild::default();
+        tokio::join!(catch_up(&audit, &shared, &state, &rebuild), async {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            assert!(!known());
+            assert_eq!(state.get(Key::Rebuild).await.unwrap(), None::<Rebuild>);
+            std::fs::rename(&aside, &path).unwrap();
+        });
+        assert!(known());
+        assert_eq!(state.get(Key::Rebuild).await.unwrap(), Some(Rebuild::Done));
     }
 }

@@ -3,6 +3,7 @@
 //! It can always be made anew, from the API server and the audit log; so a file that is damaged is thrown away, and a
 //! power cut may lose the last milliseconds (the containers that they were about are gone with the boot).
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -45,6 +46,27 @@ pub struct Unenforced {
     pub message: String,
 }
 
+/// Whether the file knows what was known before it was made: on a node that had one before, it was lost.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Rebuild {
+    /// The audit log is still to be asked. What it does not know stands here, by grant: what the specs said that lay on the
+    /// node, which the first run removed as it could not know of which boot they were.
+    Due(BTreeMap<String, Limits>),
+    /// It does.
+    Done,
+}
+
+impl Default for Rebuild {
+    /// A file that does not say is a new one.
+    fn default() -> Self {
+        Self::Due(BTreeMap::new())
+    }
+}
+
+/// Whether a container has the library, and why not.
+pub type Limits = (bool, Option<Unenforced>);
+
 /// Single values, by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Key {
@@ -64,6 +86,8 @@ pub enum Key {
     MisreadTold,
     /// The settings that name folders of which containers were given files, with their values.
     Folders,
+    /// How much of what was known before the file was made is in it: [`Rebuild`].
+    Rebuild,
 }
 
 impl Key {
@@ -77,6 +101,7 @@ impl Key {
             Self::Cards => "cards",
             Self::MisreadTold => "misreadTold",
             Self::Folders => "folders",
+            Self::Rebuild => "rebuild",
         }
     }
 }
@@ -93,8 +118,6 @@ const SCHEMA: [&str; 3] = [
 pub struct State {
     pool: SqlitePool,
     path: PathBuf,
-    /// The file had to be made: nothing of a former run is in it.
-    pub fresh: bool,
 }
 
 impl State {
@@ -104,10 +127,9 @@ impl State {
     /// [`Error::State`] for a file that cannot be opened and is not damaged (a full disk, a lock), or when not even an
     /// empty one can be made.
     pub async fn open(path: &Path) -> Result<Self, Error> {
-        let existed = path.exists();
-        match Self::connect(path, !existed).await {
+        match Self::connect(path).await {
             Ok(state) => Ok(state),
-            Err(error) if existed && is_damage(&error) => {
+            Err(error) if is_damage(&error) => {
                 warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "state file made anew");
                 let suffixed = |suffix: &str| {
                     let mut name = path.as_os_str().to_owned();
@@ -119,13 +141,13 @@ impl State {
                 for suffix in ["-wal", "-shm"] {
                     let _ = std::fs::remove_file(suffixed(suffix));
                 }
-                Self::connect(path, true).await
+                Self::connect(path).await
             }
             Err(error) => Err(error),
         }
     }
 
-    async fn connect(path: &Path, fresh: bool) -> Result<Self, Error> {
+    async fn connect(path: &Path) -> Result<Self, Error> {
         let failed = |action| move |source| Error::State { path: path.to_owned(), action, source };
         let options = SqliteConnectOptions::new()
             .filename(path)
@@ -148,7 +170,7 @@ impl State {
         for statement in SCHEMA {
             sqlx::query(statement).execute(&pool).await.map_err(failed("create"))?;
         }
-        Ok(Self { pool, path: path.to_owned(), fresh })
+        Ok(Self { pool, path: path.to_owned() })
     }
 
     fn failed(&self, action: &'static str) -> impl FnOnce(sqlx::Error) -> Error + use<> {
@@ -312,7 +334,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state.db");
         let state = State::open(&path).await.unwrap();
-        assert!(state.fresh);
         state.put(Key::Slots, &vec!["slot-0000"]).await.unwrap();
         state.put(Key::Observation, &7_i64).await.unwrap();
         state.put(Key::Observation, &8_i64).await.unwrap();
@@ -326,7 +347,6 @@ mod tests {
         // Killed: not closed.
         drop(state);
         let state = State::open(&path).await.unwrap();
-        assert!(!state.fresh);
         assert_eq!(state.get::<Vec<String>>(Key::Slots).await.unwrap(), Some(vec!["slot-0000".to_owned()]));
         assert_eq!(state.get::<i64>(Key::Observation).await.unwrap(), Some(8));
         assert_eq!(state.get::<String>(Key::NodeUid).await.unwrap(), None);

@@ -165,6 +165,7 @@ pub struct Refused {
 
 /// What the agent knows.
 #[derive(Debug, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "none of them excludes another")]
 pub struct World {
     /// This node.
     pub node: NodeName,
@@ -192,6 +193,9 @@ pub struct World {
     pub allocations: BTreeMap<AllocationUid, Arc<VGPUAllocation>>,
     /// Filled grants by name.
     pub grants: BTreeMap<String, Grant>,
+    /// Those of former runs are among them. `false` while a state file that was lost is not made anew: then a file without
+    /// an owner may be a running container's.
+    pub grants_known: bool,
     /// Grants that `Allocate` answered with and that nobody has filled, with when that was, in Unix seconds. The audit log
     /// has those of former runs.
     pub issued: BTreeMap<String, i64>,

@@ -25,7 +25,7 @@ use crate::audit::Audit;
 use crate::checkpoint::{self, Owner};
 use crate::config::{Enforcement, Settings};
 use crate::error::Error;
-use crate::state::{Grant, State, Unenforced};
+use crate::state::{Grant, Limits, State, Unenforced};
 use crate::world::{Driver, Refused, Shared};
 use driver_files::{DriverSpec, Finder};
 pub use grant::{CardView, Given, Question, Refusal, decide};
@@ -407,7 +407,7 @@ pub fn container_folder(settings: &Settings, pod: &str, container: &str) -> Path
 
 /// Whether a grant's container has the library by its spec, and why not.
 #[must_use]
-pub fn by_spec(spec: &cdi::Spec) -> (bool, Option<Unenforced>) {
+pub fn by_spec(spec: &cdi::Spec) -> Limits {
     let enforced = cdi::mounted_at(spec, LIBRARY_IN_CONTAINER).is_some();
     (enforced, (!enforced).then(|| unenforced(None)))
 }

@@ -20,15 +20,15 @@ impl Releaser {
     /// Removes files of ours that nobody owns: left by an agent that was killed, or by an allocation whose finalizer
     /// somebody else took off.
     pub(super) async fn sweep(&self, cgroups: &Cgroups) {
-        let (listed, grants) = self.shared.read(|w| {
+        let (all_known, grants) = self.shared.read(|w| {
             // An orphan known from the audit log alone has no object that a release could start from.
             let bare = |uid: &AllocationUid| w.orphans.contains(uid) && !w.allocations.contains_key(uid);
             let known =
                 |uid: &str| w.ledger.allocation(&uid.into()).is_some_and(|f| !f.released && !bare(&f.uid));
             let grants: Vec<_> = w.grants.values().map(|g| (g.clone(), known(&g.allocation))).collect();
-            (w.allocations_listed && w.pods.is_some(), grants)
+            (w.allocations_listed && w.pods.is_some() && w.grants_known, grants)
         });
-        if !listed {
+        if !all_known {
             return;
         }
         for (grant, known) in &grants {

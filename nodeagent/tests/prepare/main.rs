@@ -49,6 +49,7 @@ fn world() -> World {
         node: "node-a".into(),
         cards: Some(BTreeMap::from([known(0), known(1)])),
         driver: Driver::Ready { version: "570".to_owned() },
+        grants_known: true,
         ..World::default()
     };
     world.refold_node();

@@ -167,11 +167,55 @@ async fn a_grant_that_nobody_will_use_is_withdrawn_once_over_restarts_and_a_full
     assert_eq!(node.open(), [grants["waits"].clone()].into());
 }
 
-/// One whose allocation was taken away by hand, likewise.
+/// A state file that cannot be written for a while is tried again, and costs the log one row.
 #[tokio::test]
-async fn a_grant_without_an_allocation_is_forgotten_only_once_that_is_written_down() {
+async fn a_grant_that_cannot_be_forgotten_is_withdrawn_once() {
     let node = Node::new(true).await;
-    let grant = Grant {
+    let grant = bare_grant();
+    node.state.put_grant(&grant).await.unwrap();
+    let node = node.restart(&[]).await;
+    node.state.close().await;
+    for _ in 0..3 {
+        node.tidy(&[]).await;
+        assert!(node.shared.read(|w| w.grants.contains_key(&grant.grant)));
+    }
+    let want = [(grant.grant.clone(), "NoAllocation".to_owned())];
+    assert_eq!(node.withdrawn().await, want);
+    let node = node.restart(&[]).await;
+    node.tidy(&[]).await;
+    assert_eq!(node.withdrawn().await, want);
+    assert_eq!(node.state.grants().await.unwrap(), []);
+}
+
+/// With the state lost, nobody knows whose a file is until the audit log was asked.
+#[tokio::test]
+async fn what_has_no_owner_stays_until_grants_are_known() {
+    let node = Node::new(true).await;
+    let node = node.restart(&[]).await;
+    let files = [
+        node.spec_path("0123456789abcdef"),
+        node.settings.pages_dir().join("0123456789abcdef"),
+        node.settings.containers_dir().join("pod_main/usage.cache"),
+    ];
+    for file in &files {
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(file, "").unwrap();
+        for path in [file, file.parent().unwrap()] {
+            std::fs::File::open(path).unwrap().set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
+        }
+    }
+    let left = || files.iter().filter(|file| file.exists()).count();
+    node.shared.change(|w| w.grants_known = false);
+    node.tidy(&[]).await;
+    assert_eq!(left(), 3);
+    node.shared.change(|w| w.grants_known = true);
+    node.tidy(&[]).await;
+    assert_eq!(left(), 0);
+}
+
+/// A grant of an allocation that is not there.
+fn bare_grant() -> Grant {
+    Grant {
         grant: "0123456789abcdef".to_owned(),
         allocation: "gone".to_owned(),
         pod: "pod".to_owned(),
@@ -179,7 +223,14 @@ async fn a_grant_without_an_allocation_is_forgotten_only_once_that_is_written_do
         device_ids: Vec::new(),
         enforced: true,
         unenforced: None,
-    };
+    }
+}
+
+/// One whose allocation was taken away by hand, likewise.
+#[tokio::test]
+async fn a_grant_without_an_allocation_is_forgotten_only_once_that_is_written_down() {
+    let node = Node::new(true).await;
+    let grant = bare_grant();
     node.state.put_grant(&grant).await.unwrap();
     let node = node.restart(&[]).await;
     node.block_log(true);
