@@ -19,7 +19,7 @@ use mullion_core::facts::{AllocationFact, ContainerKind as CoreKind};
 use mullion_core::ledger::Standing;
 use mullion_core::request::COUNT;
 use tokio::time::Instant;
-use tracing::{Span, debug, info, instrument, warn};
+use tracing::{Instrument, Span, debug, info, instrument, warn};
 
 use crate::audit::Audit;
 use crate::checkpoint::{self, Owner};
@@ -79,9 +79,17 @@ impl Preparer {
     /// set, and the kubelet does not say which of them it is about to start: each has its own grant, so all that may
     /// start are prepared, and one is enough for a good answer.
     ///
+    /// What was begun is brought to its end even where the kubelet gives the call up: its next one finds the answer.
+    ///
     /// # Errors
     /// The [`Refusal`] of the first owner when none may start.
-    pub async fn prepare(&self, ids: BTreeSet<String>) -> Result<(), Refusal> {
+    pub async fn prepare(self: &Arc<Self>, ids: BTreeSet<String>) -> Result<(), Refusal> {
+        let this = Arc::clone(self);
+        let done = tokio::spawn(async move { this.owned_by(ids).await }.in_current_span()).await;
+        done.unwrap_or_else(|source| Err(Refusal::Failed { source: Error::Broken { source } }))
+    }
+
+    async fn owned_by(&self, ids: BTreeSet<String>) -> Result<(), Refusal> {
         let deadline = Instant::now() + PATIENCE;
         let mut refused = Vec::new();
         let mut prepared = 0;
@@ -198,7 +206,18 @@ impl Preparer {
         if !given.enforced && self.settings.enforcement == Enforcement::Required {
             return Err(Refusal::GrantChanged { grant: grant.clone() });
         }
-        // Filled as soon as the log says so, even where the kubelet gives the call up before that is known here.
+        let record = Grant {
+            grant: grant.clone(),
+            allocation: given.allocation.0.clone(),
+            pod: owner.pod.0.clone(),
+            container: owner.container.clone(),
+            device_ids: owner.ids.iter().cloned().collect(),
+            enforced: given.enforced,
+            unenforced: (!given.enforced).then(|| unenforced(library.as_ref().err())),
+        };
+        // The state first: what it cannot keep must not stand in the log as prepared, once more with each try.
+        self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
+        // Nobody withdraws what the log is about to call filled.
         let mut issued = None;
         self.shared.change_if(|world| {
             issued = world.issued.remove(grant);
@@ -211,18 +230,8 @@ impl Preparer {
             });
             return Err(refusal);
         }
-        let record = Grant {
-            grant: grant.clone(),
-            allocation: given.allocation.0.clone(),
-            pod: owner.pod.0.clone(),
-            container: owner.container.clone(),
-            device_ids: owner.ids.iter().cloned().collect(),
-            enforced: given.enforced,
-            unenforced: (!given.enforced).then(|| unenforced(library.as_ref().err())),
-        };
-        self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
-        // The kubelet may give the call up wherever it waits, so from here on nothing does: a spec on disk always has an
-        // owner, whose release removes it.
+        // The agent may be killed wherever it waits, so from here on nothing does: a spec on disk always has an owner, whose
+        // release removes it.
         let before = self.shared.change(|world| {
             world.issued.remove(grant);
             world.grants.insert(grant.clone(), record)

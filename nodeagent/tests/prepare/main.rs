@@ -294,6 +294,16 @@ async fn refusals_name_their_reason_and_leave_nothing() {
     node.checkpoint(&owners);
     assert_eq!(node.prepare(&["slot-0000"]).await, Err("GrantMissing"));
 
+    // The state cannot keep it: nothing starts, and however often it is tried, the log does not say that it might.
+    let node = Node::new(true).await;
+    node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
+    node.state.close().await;
+    for _ in 0..2 {
+        assert_eq!(node.prepare(&["slot-0000"]).await, Err("StateFailed"));
+    }
+    assert_eq!(node.audited("Prepared").await, Vec::<String>::new());
+    assert!(std::fs::read_dir(&node.settings.cdi_dir).unwrap().next().is_none());
+
     // The log cannot take the row: nothing starts.
     let node = Node::new(true).await;
     node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
@@ -349,6 +359,30 @@ async fn after_a_restart_the_same_answer_comes_without_api_server_and_driver() {
     let node = Node::start(node.root, node.settings, Shared::new(world)).await;
     node.prepare(&["slot-0000"]).await.unwrap();
     assert_eq!(node.spec(&grant_name("pod-1", "main")), spec);
+}
+
+/// What was issued is known to somebody at any time, also where the kubelet gives a call up that waits for the log.
+#[tokio::test]
+async fn a_call_that_is_given_up_before_its_row_is_written_loses_no_grant() {
+    let node = Node::new(true).await;
+    node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
+    let grant = grant_name("pod-1", "main");
+    node.shared.change(|w| w.issued.insert(grant.clone(), 0));
+    // As it is while another agent still holds the log.
+    node.audit.close().await;
+    let call = node.prepare(&["slot-0000"]);
+    assert!(tokio::time::timeout(Duration::from_secs(1), call).await.is_err(), "it waits");
+    assert!(node.shared.read(|w| !w.issued.contains_key(&grant)), "its row is about to be written");
+    node.audit.open(&node.settings.node).await;
+    let is_filled = || node.shared.read(|w| w.grants.contains_key(&grant));
+    for _ in 0..100 {
+        if is_filled() {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(is_filled());
+    assert_eq!(node.audited("Prepared").await, ["main"]);
 }
 
 /// The kubelet may give a call up at any moment. What is on disk then has an owner, whose end removes it.
