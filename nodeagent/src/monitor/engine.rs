@@ -386,6 +386,8 @@ impl Engine {
         let cards =
             scene.measured.iter().filter(has).filter_map(|m| bit(&m.card)).fold(0, |all, bit| all | bit);
         let activity = match (&scene.usage, &scene.ours) {
+            // Who waits for the bucket launches as soon as it may.
+            (Ok(usage), Some(_)) if self.waits(scene.target, usage) => Activity::Launched { age_ns: Some(0) },
             (Ok(usage), Some(_)) => Activity::Launched { age_ns: age(now, usage) },
             // HAMi's library writes the time once a second, its countdown for others; what says more wins.
             (Ok(usage), None) => match age(now, usage) {
@@ -406,6 +408,13 @@ impl Engine {
             admins => admins,
         };
         Task { priority, cards, activity, busy: scene.busy_now, policy }
+    }
+
+    /// Whether launches of a container waited since the last look.
+    fn waits(&self, target: &Target, usage: &ContainerUsage) -> bool {
+        let before = self.kept.get(&target.key()).map(|kept| &kept.cards);
+        let mut cards = before.into_iter().flatten().zip(&usage.cards);
+        cards.any(|(before, card)| card.wait_ns > before.wait_ns)
     }
 }
 

@@ -31,7 +31,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use mullion_audit::Entry;
 use mullion_core::units::PodUid;
-use mullion_pace::policy::Policy;
+use mullion_pace::policy::{self, Policy};
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::RwLock;
 use tokio::sync::mpsc;
@@ -49,9 +49,8 @@ use crate::world::Shared;
 use engine::{Engine, Looked, Now, Places, Rules};
 use snapshot::Snapshot;
 
-/// Time between two looks: below a second, so that a container that waits for a more urgent one goes on at most two
-/// seconds after that one stopped (`mullion_pace::policy::ACTIVE_NS`).
-pub const PERIOD: Duration = Duration::from_millis(900);
+/// Time between two looks.
+pub const PERIOD: Duration = Duration::from_nanos(policy::PERIOD_NS);
 /// Measurements of processes are asked for from so long ago on: drivers were seen to enter some 9 s late.
 const BACK_US: u64 = 10_000_000;
 

@@ -284,6 +284,27 @@ fn who_wants_it_is_held_to_its_share_also_alone() {
     assert_eq!((switch("free"), switch("forced")), (0, 1));
 }
 
+/// Who is held back launches seldom: seen as idle, the others would run freely, and next it would itself.
+#[test]
+fn whoever_waits_for_its_share_is_at_work() {
+    let mut node = Node::new();
+    for pod in ["often", "waits"] {
+        node.pod(pod, &["main"], &[("GPU-0", 1024, 30)]);
+    }
+    let driver = sample(&["GPU-0"], &[], 0);
+    node.usage("waits", "main").launch(node.unix_ns());
+    let mut look = |waited: u64| {
+        node.usage("often", "main").launch(node.unix_ns() + S / 2);
+        node.usage("waits", "main").count(0, extension::WAIT_NS_AT, waited);
+        node.look(Some(&driver));
+        ["often", "waits"].map(|pod| node.usage(pod, "main").number(usage::UTILIZATION_SWITCH_AT))
+    };
+    for second in 1..10 {
+        assert_eq!(look(second * S), [1, 1], "after {second} s");
+    }
+    assert_eq!(look(9 * S), [0, 0], "it waits no more");
+}
+
 // MO-10: the low priority alone is held back, and goes on at most two seconds after the high one stopped.
 #[test]
 fn a_low_priority_waits_for_a_high_one_and_for_nobody_else() {

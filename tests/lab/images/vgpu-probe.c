@@ -6,7 +6,7 @@
  *   vgpu-probe alloc MIB [SECONDS]  takes that much and keeps it for so long (for ever without)
  *   vgpu-probe fill [SECONDS]       takes memory until none is given, in pieces of 64 MiB down to 2 MiB, then keeps it
  *   vgpu-probe storm PROCESSES      takes and gives back in that many processes, for ever; made to be killed
- *   vgpu-probe launch SECONDS US    kernels of US microseconds, four at a time; how much of the time they ran
+ *   vgpu-probe launch SECONDS US    kernels of US microseconds, four to eight ahead; how much of the time they ran
  *   vgpu-probe torch                what a caching allocator does: blocks, a pool of a stream, segments that grow
  *
  * Built twice: vgpu-probe asks the loader for libcuda.so.1 at run time, vgpu-probe-linked (-DLINKED) at its start.
@@ -53,7 +53,6 @@ enum { OUT_OF_MEMORY = 2, PINNED = 1, LOCATION_DEVICE = 1, READ_WRITE = 3, RELEA
   X(cuDevicePrimaryCtxRetain, (CUhandle *, CUdevice)) \
   X(cuDevicePrimaryCtxRelease_v2, (CUdevice)) \
   X(cuCtxSetCurrent, (CUhandle)) \
-  X(cuCtxSynchronize, (void)) \
   X(cuMemGetInfo_v2, (size_t *, size_t *)) \
   X(cuMemAlloc_v2, (CUdeviceptr *, size_t)) \
   X(cuMemFree_v2, (CUdeviceptr)) \
@@ -64,6 +63,9 @@ enum { OUT_OF_MEMORY = 2, PINNED = 1, LOCATION_DEVICE = 1, READ_WRITE = 3, RELEA
   X(cuMemPoolTrimTo, (CUhandle, size_t)) \
   X(cuStreamCreate, (CUhandle *, unsigned)) \
   X(cuStreamSynchronize, (CUhandle)) \
+  X(cuEventCreate, (CUhandle *, unsigned)) \
+  X(cuEventRecord, (CUhandle, CUhandle)) \
+  X(cuEventSynchronize, (CUhandle)) \
   X(cuMemGetAllocationGranularity, (size_t *, const CUmemAllocationProp *, int)) \
   X(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)) \
   X(cuMemAddressFree, (CUdeviceptr, size_t)) \
@@ -251,7 +253,11 @@ static int launch(double seconds, long us) {
            "setp.lt.u64 %%p, %%t2, %ld;\n@%%p bra again;\nret;\n}\n", name, us * 1000);
   CHECK(cuModuleLoadData, &module, image);
   CHECK(cuModuleGetFunction, &kernel, module, name);
-  long launches = 0;
+  /* While four run, the next four are queued: the card is never idle for want of a launch, which a large share could not
+     stand beside others. */
+  CUhandle ended[2];
+  long launches = 0, turns = 0;
+  for (int i = 0; i < 2; i++) CHECK(cuEventCreate, &ended[i], 0);
   double from = now(), half = from + seconds / 2, middle = 0, until = from + seconds;
   long before = 0;
   while (now() < until) {
@@ -259,9 +265,10 @@ static int launch(double seconds, long us) {
       middle = now();
       before = launches;
     }
-    /* Some ahead, so that the card is never idle for want of a launch. */
     for (int ahead = 0; ahead < 4; ahead++) CHECK(cuLaunchKernel, kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0);
-    CHECK(cuCtxSynchronize);
+    CHECK(cuEventRecord, ended[turns++ % 2], 0);
+    if (turns < 2) continue;
+    CHECK(cuEventSynchronize, ended[turns % 2]);
     launches += 4;
   }
   double end = now(), busy = 1e-6 * (double)us;

@@ -13,9 +13,17 @@ pub const COUNTDOWN_STEP_NS: u64 = 5_000_000_000;
 pub const JUST_LAUNCHED: i32 = 2;
 /// `recent_kernel` of a gated task.
 pub const GATED: i32 = -1;
-/// A task is active for this long after the last launch that its usage file shows. That stamp is up to a second
-/// old while launches go on; with a period of at most 900 ms a gate opens within two seconds.
+/// The time between two looks of the agent, and so between two heartbeats on a control page: short enough for a gate to
+/// open within two seconds after the last launch of the more urgent task, with [`ACTIVE_NS`].
+pub const PERIOD_NS: u64 = 900_000_000;
+/// A launch renews the stamp of the last launch when that is this old and the heartbeat moved. Shorter than a period: of a
+/// task that goes on launching the agent sees a new stamp at every look, and not at some, by how its looks and the launches
+/// fall together.
+pub const STAMP_NS: u64 = 500_000_000;
+/// A task is active for this long after the last launch that its usage file shows: a period, and time for the launch that
+/// comes next after a heartbeat.
 pub const ACTIVE_NS: u64 = 1_100_000_000;
+const _: () = assert!(STAMP_NS < PERIOD_NS && PERIOD_NS < ACTIVE_NS);
 /// An agent that was not heard of for this long is dead: its gates are open, its last scale stays.
 pub const HEARTBEAT_DEAD_NS: u64 = 3_000_000_000;
 /// How long a gate is kept that no heartbeat vouches for (a library used by hand under HAMi's monitor): two periods of

@@ -4,7 +4,7 @@ use core::num::NonZeroU64;
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
-use mullion_pace::policy::JUST_LAUNCHED;
+use mullion_pace::policy::{JUST_LAUNCHED, STAMP_NS};
 use mullion_pace::{Admission, Correction, Costs, Key, Progress, Quote, SLICE_NS, Size, Terms, guess_ns};
 use mullion_region::MAX_DEVICES;
 
@@ -27,8 +27,6 @@ pub(super) struct Request {
 const GRAPH_NS: u64 = 1_000_000;
 /// Threads of a card that does not say: 132 SMs of 2,048.
 const RESIDENT: u64 = 132 * 2048;
-/// The stamp of the last launch is renewed once a second.
-const STAMP_NS: u64 = 1_000_000_000;
 /// Launches after which stamps are looked at even though the agent's heartbeat does not move.
 pub(super) const STAMP_EVERY: u32 = 64;
 /// Of launches that pay by the clock one is measured this long after the one before, whatever its function: a function

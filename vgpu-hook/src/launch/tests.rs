@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use std::vec::Vec;
 
-use mullion_pace::policy::{GATED, JUST_LAUNCHED, Policy};
+use mullion_pace::policy::{GATED, JUST_LAUNCHED, PERIOD_NS, Policy};
 use mullion_pace::{Correction, Key, SCALE_ONE, Size};
 
 use super::Lane;
@@ -174,6 +174,12 @@ fn without_a_limit_a_launch_leaves_its_stamps_and_nothing_else() {
     assert_eq!(files.tail.recent_kernel.load(Relaxed), JUST_LAUNCHED);
     assert_eq!((files.words.tat.load(Relaxed), files.words.waits.load(Relaxed)), (tat, 0));
     assert!(fake.log.borrow().is_empty());
+    // At each look of the agent there is a new stamp: who goes on launching is never taken for idle.
+    let before = clock::realtime_ns() - PERIOD_NS;
+    files.words.last_launch.store(before, Relaxed);
+    files.page.heartbeat.fetch_add(PERIOD_NS, Relaxed);
+    let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+    assert!(files.words.last_launch.load(Relaxed) >= before + PERIOD_NS);
     // HAMi's monitor counts down, the next launch puts it up again.
     files.tail.recent_kernel.store(1, Relaxed);
     let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);

@@ -240,6 +240,7 @@ async fn compute_is_shared_as_asked() -> Result<()> {
             fact(&scope, name, "main", "cat /tmp/share").map(Some)
         })
         .await?;
+        println!("{name}: {share}");
         let late = share["lateShare"].as_f64().context("no share")?;
         ensure!((late - want).abs() < 0.06, "{name} was to have {want}: {share}");
     }
