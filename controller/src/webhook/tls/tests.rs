@@ -1,12 +1,21 @@
-//! Slow and many callers, over real connections.
+//! Slow and many callers, over real connections. The server's clock is tokio's paused one: it stands still as long as a
+//! thread for blocking work is busy, and callers are such threads. So time passes only where a test says so ([`pass`]),
+//! and a limit that is met is never a machine's that was slow.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use axum::body::Body;
+use axum::extract::Request;
+use axum::middleware::map_request;
 use axum::routing::post;
+use futures::TryStreamExt;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use tokio::runtime::Handle as Runtime;
+use tokio::task::spawn_blocking;
+use tokio::time::Instant;
 
 use super::*;
 use crate::metrics::Metrics;
@@ -28,6 +37,12 @@ const BOUNDS: Bounds = Bounds {
     rate: 640 << 10,
 };
 
+/// How long, by everybody's clock, something may take that is to happen at once.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How far time goes on at a time.
+const STEP: Duration = Duration::from_millis(50);
+
 /// A whole call; the body is echoed.
 const CALL: &[u8] = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi";
 
@@ -35,9 +50,43 @@ struct Server {
     address: SocketAddr,
     client: Arc<ClientConfig>,
     stop: CancellationToken,
+    /// How many bodies have come so far that they are large.
+    large: Arc<AtomicUsize>,
 }
 
 type Tls = StreamOwned<ClientConnection, TcpStream>;
+
+trait Caller: Read + Write {
+    fn socket(&self) -> &TcpStream;
+
+    fn say(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.write_all(bytes)?;
+        self.flush()
+    }
+
+    /// Whether the server has hung up, as far as it shows by now.
+    fn is_over(&mut self) -> bool {
+        self.socket().set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+        let over = match self.read(&mut [0; 64]) {
+            Ok(read) => read == 0,
+            Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+        };
+        self.socket().set_read_timeout(Some(PATIENCE)).unwrap();
+        over
+    }
+}
+
+impl Caller for TcpStream {
+    fn socket(&self) -> &TcpStream {
+        self
+    }
+}
+
+impl Caller for Tls {
+    fn socket(&self) -> &TcpStream {
+        &self.sock
+    }
+}
 
 impl Server {
     fn start(limits: Limits) -> Self {
@@ -57,9 +106,12 @@ impl Server {
         let (address, stop) = (listener.local_addr().unwrap(), CancellationToken::new());
         let webhook = Webhook { defaults: Defaults::default(), metrics: Metrics::new() };
         let echo = Router::new().route("/echo", post(|body: axum::body::Bytes| async move { body }));
-        let routes = webhook.routes_within(BOUNDS).merge(echo);
+        let large = Arc::new(AtomicUsize::new(0));
+        let seen = Arc::clone(&large);
+        let counted = map_request(move |request: Request| std::future::ready(count(request, &seen)));
+        let routes = webhook.routes_within(BOUNDS).merge(echo).layer(counted);
         tokio::spawn(serve_on(listener, routes, identity, limits, stop.clone()));
-        Self { address, client: Arc::new(client), stop }
+        Self { address, client: Arc::new(client), stop, large }
     }
 
     fn connect(&self) -> TcpStream {
@@ -73,8 +125,19 @@ impl Server {
         let connecting = socket.connect(self.address);
         let stream = tokio::runtime::Handle::current().block_on(connecting).unwrap().into_std().unwrap();
         stream.set_nonblocking(false).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream
+    }
+
+    /// Of `count` connections that say nothing those that have a place, which are `places`.
+    fn silent(&self, last: u8, count: usize, places: usize) -> Vec<TcpStream> {
+        let mut silent: Vec<_> = (0..count).map(|_| self.connect_from(last)).collect();
+        at_once("all but some are refused", || {
+            silent.retain_mut(|stream| !stream.is_over());
+            silent.len() <= places
+        });
+        assert_eq!(silent.len(), places);
+        silent
     }
 
     fn tls(&self) -> Tls {
@@ -103,26 +166,51 @@ fn call(stream: &mut Tls) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Writes `drops` one by one, for ever, until the other side hangs up; how long that took.
-fn drip(mut stream: impl Read + Write, first: &[u8], drops: &[u8]) -> Duration {
+/// Adds to `large` when the body of `request` has become a large one.
+fn count(request: Request, large: &Arc<AtomicUsize>) -> Request {
+    let large = Arc::clone(large);
+    request.map(|body| {
+        let mut come = 0;
+        Body::from_stream(body.into_data_stream().inspect_ok(move |piece| {
+            let before = come;
+            come += piece.len();
+            if before <= BOUNDS.small && come > BOUNDS.small {
+                large.fetch_add(1, Ordering::SeqCst);
+            }
+        }))
+    })
+}
+
+/// Lets that much of the server's time pass.
+fn pass(time: Duration) {
+    let runtime = Runtime::current();
+    runtime.block_on(runtime.spawn(tokio::time::advance(time))).unwrap();
+}
+
+/// Waits for what needs no time to pass.
+fn at_once(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = std::time::Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "not so: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Writes `drops` one by one, for ever, until the other side hangs up; how long that took by the server's clock.
+fn drip(mut stream: impl Caller, first: &[u8], drops: &[u8]) -> Duration {
     let begun = Instant::now();
-    let patience = Duration::from_secs(20);
-    let mut failed = stream.write_all(first).and_then(|()| stream.flush()).is_err();
-    while !failed && begun.elapsed() < patience {
-        std::thread::sleep(Duration::from_millis(50));
-        failed = stream.write_all(drops).and_then(|()| stream.flush()).is_err();
-        if drops.is_empty() {
-            // Nothing more is sent: the end shows to a reader only.
-            failed = matches!(stream.read(&mut [0; 64]), Ok(0) | Err(_));
-        }
+    let mut over = stream.say(first).is_err();
+    while !over && begun.elapsed() < PATIENCE {
+        pass(STEP);
+        over = stream.say(drops).is_err() || stream.is_over();
     }
     begun.elapsed()
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test(start_paused = true)]
 async fn slow_callers_are_hung_up_on() {
     let server = Server::start(LIMITS);
-    let work = tokio::task::spawn_blocking(move || {
+    let work = spawn_blocking(move || {
         let soon = LIMITS.request * 10;
         for (case, took) in [
             ("no handshake", drip(server.connect(), b"", b"")),
@@ -141,49 +229,47 @@ async fn slow_callers_are_hung_up_on() {
                 drip(server.tls(), b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n", b"")
             }),
         ] {
-            assert!(took >= LIMITS.request / 2 && took < soon, "{case}: {took:?}");
+            assert!(took >= LIMITS.request && took < soon, "{case}: {took:?}");
         }
         // Between two requests there is more time, and not for ever.
         let mut stream = server.tls();
         call(&mut stream).unwrap();
-        std::thread::sleep(LIMITS.request * 2);
+        pass(LIMITS.request * 2);
         call(&mut stream).unwrap();
         let took = drip(stream, b"", b"");
-        assert!(took >= LIMITS.idle / 2 && took < LIMITS.idle * 8, "idle: {took:?}");
+        assert!(took >= LIMITS.idle && took < LIMITS.idle * 5, "idle: {took:?}");
         server.stop.cancel();
     });
     work.await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test(start_paused = true)]
 async fn more_connections_than_there_are_places_are_refused() {
     let server = Server::start(LIMITS);
-    let work = tokio::task::spawn_blocking(move || {
-        let (mut one, silent) = (server.tls(), server.connect());
+    let work = spawn_blocking(move || {
+        let mut one = server.tls();
         call(&mut one).unwrap();
-        // The second place is taken by somebody who says nothing.
-        std::thread::sleep(LIMITS.request / 4);
-        assert!(call(&mut server.tls()).is_err(), "a third one was served");
+        // The second place is taken by somebody who says nothing. None of the callers has more than its share.
+        let silent = server.silent(2, 2, 1).remove(0);
+        assert!(call(&mut server.tls_from(3)).is_err(), "a third one was served");
         call(&mut one).unwrap();
         let took = drip(silent, b"", b"");
         assert!(took < LIMITS.request * 10, "{took:?}");
-        call(&mut server.tls()).unwrap();
+        call(&mut server.tls_from(3)).unwrap();
         server.stop.cancel();
     });
     work.await.unwrap();
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test(start_paused = true)]
 async fn one_caller_does_not_get_all_connections() {
     let server = Server::start(Limits { connections: 4, share: 3, ..LIMITS });
-    let work = tokio::task::spawn_blocking(move || {
-        let silent: Vec<_> = (0..6).map(|_| server.connect_from(66)).collect();
-        std::thread::sleep(LIMITS.request / 4);
+    let work = spawn_blocking(move || {
+        let silent = server.silent(66, 6, 3);
         call(&mut server.tls_from(2)).unwrap();
         assert!(call(&mut server.tls_from(66)).is_err(), "more than its share");
         drop(silent);
-        std::thread::sleep(LIMITS.request / 4);
-        call(&mut server.tls_from(66)).unwrap();
+        at_once("its places are free again", || call(&mut server.tls_from(66)).is_ok());
         server.stop.cancel();
     });
     work.await.unwrap();
@@ -206,39 +292,41 @@ fn review(stream: &mut Tls, length: usize) -> std::io::Result<String> {
 
 /// Large bodies that come drop by drop: whoever sends many has no more of the server than whoever sends one, and others
 /// are answered at once.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test(start_paused = true)]
 async fn a_caller_with_many_slow_bodies_keeps_nobody_out() {
-    let server = Arc::new(Server::start(Limits {
-        connections: 20,
-        share: 10,
-        request: Duration::from_secs(10),
-        ..LIMITS
-    }));
+    let limits = Limits { connections: 20, share: 10, request: Duration::from_secs(10), ..LIMITS };
+    let server = Arc::new(Server::start(limits));
     let slow: Vec<_> = (0..8)
         .map(|_| {
             let server = Arc::clone(&server);
-            tokio::task::spawn_blocking(move || {
+            spawn_blocking(move || {
                 let mut stream = server.tls_from(66);
-                let head = "POST /webhook HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n";
-                stream.write_all(head.as_bytes()).unwrap();
-                stream.write_all(&vec![b' '; 900_000]).and_then(|()| stream.flush()).unwrap();
-                drip(stream, b"", b" ")
+                // It may be hung up on before all of that is taken.
+                let mut body =
+                    b"POST /webhook HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n".to_vec();
+                body.resize(900_000, b' ');
+                let mut over = stream.say(&body).is_err();
+                at_once("a slow body is hung up on", || {
+                    over = over || stream.say(b" ").is_err() || stream.is_over();
+                    over
+                });
             })
         })
         .collect();
-    tokio::time::sleep(BOUNDS.reading / 3).await;
-    let others = tokio::task::spawn_blocking(move || {
+    let others = spawn_blocking(move || {
+        at_once("all of them have a place or wait for one", || server.large.load(Ordering::SeqCst) == 8);
         for length in [100, 500_000] {
-            let begun = Instant::now();
             assert_eq!(review(&mut server.tls_from(2), length).unwrap(), "400", "none, and looked at");
-            assert!(begun.elapsed() < BOUNDS.reading, "{length}: {:?}", begun.elapsed());
         }
-        server.stop.cancel();
-    });
-    others.await.unwrap();
-    for stream in slow {
         // One after the other they have their turn, and time runs for each.
-        let took = stream.await.unwrap();
-        assert!(took < BOUNDS.patience * 2, "{took:?}");
+        for _ in 0..(BOUNDS.patience * 2).as_millis() / STEP.as_millis() {
+            pass(STEP);
+        }
+        server
+    });
+    let server = others.await.unwrap();
+    for stream in slow {
+        stream.await.unwrap();
     }
+    server.stop.cancel();
 }
