@@ -2,8 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
-use std::fs;
 use std::net::SocketAddr;
+use std::process::Command;
+use std::{env, fs};
 
 use axum::Router;
 use axum::body::Body;
@@ -49,8 +50,30 @@ async fn ask(webhook: &Router, body: &[u8]) -> (u16, String) {
     (status, String::from_utf8_lossy(&text).into_owned())
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+/// Whether this process has no more heaps than the controller's manifest allows. That is said when a process is started, so
+/// otherwise `test` is run again, in a process of its own.
+fn is_as_installed(test: &str) -> bool {
+    const HEAPS: (&str, &str) = ("MALLOC_ARENA_MAX", "2");
+    let manifest = include_str!("../../charts/mullion/controller.yaml");
+    assert!(manifest.contains(&format!(r#"{{name: {}, value: "{}"}}"#, HEAPS.0, HEAPS.1)));
+    if env::var(HEAPS.0).is_ok_and(|value| value == HEAPS.1) {
+        return true;
+    }
+    let mut again = Command::new(env::current_exe().unwrap());
+    again.args(["--exact", test, "--nocapture"]).env(HEAPS.0, HEAPS.1);
+    let ended = again.output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stdout);
+    println!("{said}");
+    assert!(said.contains(" 1 passed"), "{}", String::from_utf8_lossy(&ended.stderr));
+    false
+}
+
+/// The clock stands while bodies are read: who waits for others does not wait too long because a machine is slow.
+#[tokio::test(start_paused = true)]
 async fn no_body_grows_beyond_its_bound() {
+    if !is_as_installed("no_body_grows_beyond_its_bound") {
+        return;
+    }
     let webhook = Webhook { defaults: Defaults::default(), metrics: Metrics::new() }.routes();
     let many = |element: &str, count: usize| vec![element; count].join(",");
     // Deeper than where elements count for themselves.
