@@ -32,13 +32,12 @@ pub const CALL_LIMIT: Duration = Duration::from_secs(4);
 pub struct Cluster {
     client: Client,
     recorder: Recorder,
-    limit: Duration,
     binds: Arc<Semaphore>,
 }
 
 impl fmt::Debug for Cluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cluster").field("limit", &self.limit).finish_non_exhaustive()
+        f.debug_struct("Cluster").finish_non_exhaustive()
     }
 }
 
@@ -55,16 +54,8 @@ impl Cluster {
         Self {
             recorder: Recorder::new(client.clone(), reporter),
             client,
-            limit: CALL_LIMIT,
             binds: Arc::new(Semaphore::new(BINDS)),
         }
-    }
-
-    /// The same with another deadline per call: for tests.
-    #[must_use]
-    pub const fn with_limit(mut self, limit: Duration) -> Self {
-        self.limit = limit;
-        self
     }
 
     /// The client, for watches.
@@ -92,10 +83,10 @@ impl Cluster {
         object: impl FnOnce() -> String,
         work: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<T, Error> {
-        match tokio::time::timeout(self.limit, work).await {
+        match tokio::time::timeout(CALL_LIMIT, work).await {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(source)) => Err(failed(verb, object(), source)),
-            Err(_) => Err(Error::ApiTimeout { verb, object: object(), limit: self.limit }),
+            Err(_) => Err(Error::ApiTimeout { verb, object: object(), limit: CALL_LIMIT }),
         }
     }
 
@@ -354,7 +345,7 @@ impl Cluster {
             secondary: None,
         };
         let object = mullion_crds::pod::object_reference(pod);
-        let written = tokio::time::timeout(self.limit, self.recorder.publish(&event, &object)).await;
+        let written = tokio::time::timeout(CALL_LIMIT, self.recorder.publish(&event, &object)).await;
         match written {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {

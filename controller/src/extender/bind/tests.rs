@@ -93,7 +93,7 @@ fn code(result: &Result<(), Error>) -> &'static str {
     result.as_ref().map_or_else(Error::code, |()| "ok")
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn two_writes_and_nothing_else() {
     let world = world();
     world.bind("p", "uid-p", "n1").await.unwrap();
@@ -107,7 +107,7 @@ async fn two_writes_and_nothing_else() {
     assert_eq!((world.used("n1"), world.holds()), (600, 0));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn outcomes() {
     struct Case {
         name: &'static str,
@@ -212,7 +212,7 @@ async fn outcomes() {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_pod_that_went_away() {
     // BL-01: nothing stays locked when a pod goes while it is bound.
     let world = world();
@@ -249,7 +249,7 @@ async fn after_a_crash(world: &World) {
     world.api.calls();
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn the_same_node_again_finds_the_allocation() {
     let world = world();
     after_a_crash(&world).await;
@@ -265,7 +265,7 @@ async fn the_same_node_again_finds_the_allocation() {
     assert_eq!((fresh.used("n1"), fresh.holds()), (600, 0));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn another_node_undoes_the_stale_one_first() {
     let world = world();
     after_a_crash(&world).await;
@@ -285,7 +285,7 @@ async fn another_node_undoes_the_stale_one_first() {
     assert_eq!((fresh.used("n1"), fresh.used("n2"), fresh.holds()), (0, 600, 0));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn what_a_node_has_acted_on_is_never_undone() {
     let world = world();
     after_a_crash(&world).await;
@@ -300,7 +300,7 @@ async fn what_a_node_has_acted_on_is_never_undone() {
     assert!(world.api.get("vgpuallocations/ns/p-uid-p").is_some());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn no_room_is_no_write() {
     let world = world();
     world.pod("q", "uid-q", 600);
@@ -334,7 +334,7 @@ async fn binds_of_different_pods_run_at_once() {
     assert!(world.store.read(|facts| facts.ledger().overcommitted().is_empty()));
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn the_same_pod_twice_at_once_is_bound_once() {
     let world = Arc::new(world());
     let (first, second) = tokio::join!(world.bind("p", "uid-p", "n1"), world.bind("p", "uid-p", "n1"));
@@ -345,7 +345,7 @@ async fn the_same_pod_twice_at_once_is_bound_once() {
     assert_eq!(world.used("n1"), 600);
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_decider_that_was_first_wins() {
     // Another controller's allocation arrives, with the same sequence and earlier, while ours is being created.
     let world = world();
@@ -385,7 +385,7 @@ async fn a_bind_that_kube_scheduler_has_given_up_writes_nothing() {
 }
 
 /// Between the look at the allocation and the look at the pod another replica binds it: it is left alone.
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn what_another_replica_binds_meanwhile_is_not_undone() {
     let world = world();
     after_a_crash(&world).await;
@@ -405,7 +405,7 @@ async fn what_another_replica_binds_meanwhile_is_not_undone() {
 
 /// After a long outage the leader has judged an old allocation to lead nowhere, just when another replica binds its pod to
 /// it. Whichever of the two writes comes first, the pod is never left bound without an allocation.
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn an_undo_and_a_bind_of_the_same_allocation_do_not_cross() {
     let path = "vgpuallocations/ns/p-uid-p";
     // The bind first: the undo goes by what was read before, and finds the pod bound.
