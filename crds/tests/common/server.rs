@@ -61,7 +61,7 @@ impl Server {
                 "--service-cluster-ip-range=10.99.0.0/24".to_owned(),
             ],
         );
-        let deadline = Instant::now() + Duration::from_mins(1);
+        let deadline = Instant::now() + Duration::from_mins(3);
         while let Err(error) = server.kubectl("admin", &["get", "--raw=/readyz"], None) {
             let log = |of| fs::read_to_string(path_in(&server.folder, of)).unwrap_or_default();
             let ended = server.children.iter_mut().any(|c| c.try_wait().is_ok_and(|status| status.is_some()));
