@@ -8,8 +8,8 @@
 //! by the blocks that they have. Whether a new one took a block, or the end of one gave a block back, is seen by
 //! looking before and after, and held between what is certain: they have at least as many blocks as their sizes fill,
 //! at most one for each, and none when there are none. Where the look does not say it clearly, a new one took a block,
-//! and an end gave none back. Where an image is being loaded for long meanwhile, what cannot be told apart from it is
-//! charged with the image.
+//! and an end gave none back. Where an image is being loaded for long meanwhile, that may have been the image's doing: then
+//! it is charged with both, as far as the arrays have blocks that are not certainly theirs.
 
 use core::ffi::c_uint;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -20,8 +20,8 @@ use mullion_region::MAX_DEVICES;
 
 use super::blocks::{self, BLOCK, Served};
 use super::looks::From;
-use super::measured::{Alone, Glance};
-use super::{Here, Kind, Pass, charge, counted, here, key_of};
+use super::measured::Alone;
+use super::{Books, Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{
     Array3dDescriptor, ArrayDescriptor, ArrayMemoryRequirements, CUarray, CUdevice, CUmipmappedArray,
@@ -71,10 +71,14 @@ impl Group {
         fits.then_some(self.count | self.needed << COUNT_BITS | self.blocks << (COUNT_BITS + NEED_BITS))
     }
 
+    /// Blocks that they have for certain.
+    fn least(self) -> u64 {
+        (self.needed * NEED_UNIT).div_ceil(BLOCK).min(self.count)
+    }
+
     /// Between what is certain.
     fn believable(self) -> Self {
-        let least = (self.needed * NEED_UNIT).div_ceil(BLOCK).min(self.count);
-        Self { blocks: self.blocks.min(self.count).max(least), ..self }
+        Self { blocks: self.blocks.min(self.count).max(self.least()), ..self }
     }
 
     /// With one more, which needs `needed` bytes and seemed to take `taken` blocks.
@@ -110,6 +114,12 @@ impl Small {
             .map_or(Group::default(), |word| Group::unpack(word.load(Relaxed)))
     }
 
+    /// Blocks that are charged and that they may do without.
+    pub(super) fn spare(&self, card: &Card) -> u64 {
+        let group = self.group(card);
+        group.blocks.saturating_sub(group.least())
+    }
+
     /// Changes the group of a card; what it was and is. `None` where it is more than can be counted.
     fn change(&self, card: &Card, change: impl Fn(Group) -> Group) -> Option<(Group, Group)> {
         let word = self.cards.get(usize::from(card.index))?;
@@ -117,12 +127,17 @@ impl Small {
         let before = Group::unpack(before);
         Some((before, change(before)))
     }
+}
 
-    /// One that needs `needed` bytes is gone, and seemed to give back blocks.
-    pub(super) fn gone(&self, card: &Card, needed: u64, given_back: u64) {
-        if let Some((before, after)) = self.change(card, |group| group.without(needed, given_back)) {
-            card.memory.adjust(before.blocks * BLOCK, after.blocks * BLOCK);
-        }
+/// A small array that needs `needed` bytes is gone, and seemed to give back blocks; `None` where that cannot be told.
+pub(super) fn small_is_gone(container: &Container, card: &Card, needed: u64, given_back: Option<u64>) {
+    let Books { small_arrays, measuring, .. } = &container.books;
+    let blocks = given_back.unwrap_or(0);
+    if blocks == 0 {
+        measuring.doubt(card, given_back.is_some());
+    }
+    if let Some((before, after)) = small_arrays.change(card, |group| group.without(needed, blocks)) {
+        card.memory.adjust(before.blocks * BLOCK, after.blocks * BLOCK);
     }
 }
 
@@ -186,29 +201,37 @@ unsafe fn create(
         _ => return real(place),
     };
     let device = now.container.device(now.card).unwrap_or(0);
-    let (made, result) = match needed(device, shape, levels) {
+    let made = match needed(device, shape, levels) {
         Some(needed) => match blocks::served(needed) {
             Served::Blocks(size) => create_large(now, kind, size, &mut real),
             Served::Piece => create_small(now, kind, needed, &mut real),
         },
         None => create_unknown(now, kind, least(shape), &mut real),
     };
-    if result.is_ok() {
-        // SAFETY: not null, so the caller's place for a result.
-        unsafe { place.write(made) };
+    match made {
+        Ok(made) => {
+            // SAFETY: not null, so the caller's place for a result.
+            unsafe { place.write(made) };
+            CUresult::SUCCESS
+        }
+        Err(result) => result,
     }
-    result
 }
 
-type Made = (CUarray, CUresult);
-const REFUSED: Made = (core::ptr::null_mut(), CUresult::OUT_OF_MEMORY);
+type Made = Result<CUarray, CUresult>;
+
+#[cold]
+fn refused(card: &Card) -> Made {
+    charge::refused(card);
+    Err(CUresult::OUT_OF_MEMORY)
+}
 
 fn ask_driver(real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
     let mut made = core::ptr::null_mut();
     container::fault_point();
     let result = real(&raw mut made);
     container::fault_point();
-    (made, result)
+    if result.is_ok() { Ok(made) } else { Err(result) }
 }
 
 fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
@@ -220,7 +243,7 @@ fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
     // The context ended while the driver was asked: it took the array along.
     if now.is_over() && objects.take(key).is_some() {
         if as_kind == Kind::SmallArray {
-            now.container.books.small_arrays.gone(now.card, size, 0);
+            small_is_gone(now.container, now.card, size, None);
         } else {
             now.card.memory.free(size);
         }
@@ -229,15 +252,17 @@ fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
 
 /// Makes one that gets blocks of its own, `size` bytes of them.
 fn create_large(now: Here, kind: Kind, size: u64, real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
-    let Some(claim) = charge::ask(now.container, now.card, size) else { return REFUSED };
-    let (made, result) = ask_driver(real);
-    if !result.is_ok() {
-        charge::undo(now.card, claim, result);
-        return (made, result);
-    }
+    let claim = charge::ask(now.container, now.card, size).ok_or(CUresult::OUT_OF_MEMORY)?;
+    let made = match ask_driver(real) {
+        Ok(made) => made,
+        Err(result) => {
+            charge::undo(now.card, claim, result);
+            return Err(result);
+        }
+    };
     charge::settle(now.card, claim);
     enter(now, kind, made, kind, size);
-    (made, result)
+    Ok(made)
 }
 
 /// Makes one that shares a block.
@@ -246,40 +271,10 @@ fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut C
     let looking = books.measuring.alone(now.card);
     let paid = charge::advance(now.container, now.card, BLOCK).unwrap_or(0);
     if paid == 0 && !books.small_arrays.group(now.card).may_have_room(needed) {
-        charge::refused(now.card);
-        return REFUSED;
+        return refused(now.card);
     }
-    let before = looking.glance(now.container, now.card, From::Here);
-    let (made, result) = ask_driver(real);
-    if !result.is_ok() {
-        charge::undo_advance(now.card, paid, result);
-        return (made, result);
-    }
-    let taken = blocks_taken(&looking, now.card, before, looking.glance(now.container, now.card, From::Here))
-        .unwrap_or(1);
-    if !settle_small(now, paid, needed, taken) {
-        destroy_at_driver(kind, made);
-        now.card.memory.free(paid);
-        charge::refused(now.card);
-        return REFUSED;
-    }
-    enter(now, kind, made, Kind::SmallArray, needed);
-    (made, result)
-}
-
-/// Charges a new small array, for which `paid` bytes are charged already; `false` where it needs more.
-fn settle_small(now: Here, paid: u64, needed: u64, taken: u64) -> bool {
-    let small = &now.container.books.small_arrays;
-    let Some((before, after)) = small.change(now.card, |group| group.with(needed, taken)) else {
-        return false;
-    };
-    let due = after.blocks.saturating_sub(before.blocks) * BLOCK;
-    if due > paid {
-        let _ = small.change(now.card, |group| group.without(needed, taken));
-        return false;
-    }
-    now.card.memory.free(paid - due);
-    true
+    let (made, change) = make_between_looks(now, &looking, paid, real)?;
+    enter_small(now, kind, made, paid, needed, blocks_of(&looking, change))
 }
 
 /// Makes one of which the driver does not say what it takes: at least `least` bytes.
@@ -289,64 +284,82 @@ fn create_unknown(
     least: u64,
     real: &mut impl FnMut(*mut CUarray) -> CUresult,
 ) -> Made {
-    let wanted = blocks::round_up(least, BLOCK);
     let looking = now.container.books.measuring.alone(now.card);
-    let Some(paid) = charge::advance(now.container, now.card, wanted) else {
-        charge::refused(now.card);
-        return REFUSED;
+    let Some(paid) = charge::advance(now.container, now.card, blocks::round_up(least, BLOCK)) else {
+        return refused(now.card);
     };
-    let before = looking.glance(now.container, now.card, From::Here);
-    let (made, result) = ask_driver(real);
-    if !result.is_ok() {
-        charge::undo_advance(now.card, paid, result);
-        return (made, result);
-    }
-    let seen = looking
-        .change(before, looking.glance(now.container, now.card, From::Here))
-        .map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
+    let (made, change) = make_between_looks(now, &looking, paid, real)?;
+    let seen = change.map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
     if seen <= BLOCK && least <= blocks::LARGEST_PIECE {
-        if !settle_small(now, paid, least, u64::from(seen > 0)) {
-            destroy_at_driver(kind, made);
-            now.card.memory.free(paid);
-            return REFUSED;
-        }
-        enter(now, kind, made, Kind::SmallArray, least);
-        return (made, result);
+        return enter_small(now, kind, made, paid, least, change.map(|_| u64::from(seen > 0)));
     }
     // Up to 16 bytes for each element, where 1 was the least, and rows and levels that are filled up.
     let most = blocks::round_up(least.saturating_mul(64), BLOCK);
     let more = blocks::round_up(seen.min(most).max(paid), BLOCK) - paid;
-    let Some(claim) = charge::ask(now.container, now.card, more) else {
-        destroy_at_driver(kind, made);
-        now.card.memory.free(paid);
-        return REFUSED;
+    let Some(claim) = charge::try_ask(now.container, now.card, more) else {
+        return take_back(now, kind, made, paid);
     };
     charge::settle(now.card, claim);
     enter(now, kind, made, kind, paid + more);
-    (made, result)
+    Ok(made)
 }
 
-/// Blocks that one small array took from the one look to the other: one or none. `None` where something else is seen.
-fn blocks_taken(looking: &Alone<'_>, card: &Card, before: Glance, after: Glance) -> Option<u64> {
-    if looking.is_overlapped(card) {
-        // Whatever it took is found by the measurement that is under way.
-        return Some(0);
+/// Makes one for which `paid` bytes are charged already; also by how much more is in use then.
+fn make_between_looks(
+    now: Here,
+    looking: &Alone<'_>,
+    paid: u64,
+    real: &mut impl FnMut(*mut CUarray) -> CUresult,
+) -> Result<(CUarray, Option<i64>), CUresult> {
+    let look = || looking.glance(now.container, now.card, From::Here);
+    let before = look();
+    match ask_driver(real) {
+        Ok(made) => Ok((made, looking.change(before, look()))),
+        Err(result) => {
+            charge::undo_advance(now.card, paid, result);
+            Err(result)
+        }
     }
-    let taken = looking.change(before, after)?;
-    if taken == 0 || taken == BLOCK.cast_signed() {
-        return Some(u64::from(taken != 0));
+}
+
+/// Charges a new small array, for which `paid` bytes are charged already and which seemed to take `taken` blocks; `None` where
+/// that cannot be told.
+fn enter_small(now: Here, kind: Kind, made: CUarray, paid: u64, needed: u64, taken: Option<u64>) -> Made {
+    let Books { small_arrays: small, measuring, .. } = &now.container.books;
+    let blocks = taken.unwrap_or(1);
+    let Some((before, after)) = small.change(now.card, |group| group.with(needed, blocks)) else {
+        return take_back(now, kind, made, paid);
+    };
+    let due = after.blocks.saturating_sub(before.blocks) * BLOCK;
+    if due > paid {
+        let _ = small.change(now.card, |group| group.without(needed, blocks));
+        return take_back(now, kind, made, paid);
+    }
+    if blocks > 0 {
+        measuring.doubt(now.card, taken.is_some());
+    }
+    now.card.memory.free(paid - due);
+    enter(now, kind, made, Kind::SmallArray, needed);
+    Ok(made)
+}
+
+/// What there is no room for after all goes back.
+#[cold]
+fn take_back(now: Here, kind: Kind, made: CUarray, paid: u64) -> Made {
+    destroy_at_driver(kind, made);
+    now.card.memory.free(paid);
+    refused(now.card)
+}
+
+/// Blocks that one small array took or gave back when so much `change` was seen: one or none. `None` where that cannot have
+/// been its doing alone.
+fn blocks_of(looking: &Alone<'_>, change: Option<i64>) -> Option<u64> {
+    let change = change?;
+    if change == 0 || change == BLOCK.cast_signed() {
+        return Some(u64::from(change != 0));
     }
     looking.is_disturbed();
     None
-}
-
-/// Blocks that the end of one gave back.
-fn blocks_given_back(looking: &Alone<'_>, card: &Card, before: Glance, after: Glance) -> u64 {
-    if looking.is_overlapped(card) {
-        // If it gave none back, the measurement that is under way finds that one more is in use.
-        return 1;
-    }
-    blocks_taken(looking, card, after, before).unwrap_or(0)
 }
 
 #[cold]
@@ -475,14 +488,15 @@ fn destroy_small(
 ) -> CUresult {
     let looking = container.books.measuring.alone(card);
     // Its context need not be the current one.
-    let from = From::Context(entry.note);
-    let before = looking.glance(container, card, from);
+    let look = || looking.glance(container, card, From::Context(entry.note));
+    let before = look();
     container::fault_point();
     let result = real();
     container::fault_point();
     if result.is_ok() {
-        let given_back = blocks_given_back(&looking, card, before, looking.glance(container, card, from));
-        container.books.small_arrays.gone(card, entry.size, given_back);
+        let after = look();
+        let given_back = blocks_of(&looking, looking.change(after, before));
+        small_is_gone(container, card, entry.size, given_back);
     }
     result
 }

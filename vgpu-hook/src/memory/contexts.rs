@@ -10,6 +10,7 @@ use core::sync::atomic::{AtomicU64, fence};
 use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
+use super::arrays::small_is_gone;
 use super::looks::{self, From};
 use super::measured::{Alone, Measurement};
 use super::modules::Group;
@@ -386,7 +387,7 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
     books.objects.drain(of_context, |_, entry| {
         let Some(card) = container.card_at(entry.card) else { return };
         if entry.kind == Kind::SmallArray as u8 {
-            books.small_arrays.gone(card, entry.size, 0);
+            small_is_gone(container, card, entry.size, None);
         } else if entry.kind == Kind::Images as u8 {
             card.memory.free(Group::charged(&entry));
         } else if entry.kind != Kind::Module as u8 {

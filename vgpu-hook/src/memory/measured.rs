@@ -79,6 +79,10 @@ struct UnderWay {
     /// Not 0 when a measurement waited in vain for those under way: nobody else does.
     is_long: AtomicU32,
     base: [AtomicI64; WAYS],
+    /// Calls for small arrays meanwhile, of which more was seen than they can do, or by which nothing but a block moved, as it
+    /// seemed: in both, what is measured here may hide.
+    unclear: AtomicU64,
+    clear: AtomicU64,
     /// Held through a call that is looked at by itself.
     calls: Lock,
 }
@@ -88,7 +92,12 @@ impl UnderWay {
     fn begins(&self) -> bool {
         self.thread.store(thread(), Relaxed);
         self.began_ns.store(now_ns(), Relaxed);
-        self.count.fetch_add(1, Relaxed) == 0
+        let is_only = self.count.fetch_add(1, Relaxed) == 0;
+        if is_only {
+            self.unclear.store(0, Relaxed);
+            self.clear.store(0, Relaxed);
+        }
+        is_only
     }
 
     /// One has ended.
@@ -187,11 +196,6 @@ impl Alone<'_> {
         Glance { on_card: by(BY_CUDA), own: by(ALONE) }
     }
 
-    /// Whether a measurement is under way at the same time, which will find what cannot be told apart from it.
-    pub(super) fn is_overlapped(&self, card: &Card) -> bool {
-        self.measuring.under_way(card).is_some_and(UnderWay::is_anothers)
-    }
-
     /// By how much what is in use has grown from `before` to `after`; `None` where that cannot be told.
     pub(super) fn change(&self, before: Glance, after: Glance) -> Option<i64> {
         let on_card = difference_of(before.on_card, after.on_card);
@@ -253,6 +257,8 @@ impl Measuring {
                     began_ns: AtomicU64::new(0),
                     is_long: AtomicU32::new(0),
                     base: [const { AtomicI64::new(NONE) }; WAYS],
+                    unclear: AtomicU64::new(0),
+                    clear: AtomicU64::new(0),
                     calls: Lock::new(),
                 }
             }; MAX_DEVICES],
@@ -455,6 +461,15 @@ impl Measuring {
         Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet }
     }
 
+    /// A block is charged for a small array that may be what another thread's measurement is about to find: because it was seen
+    /// to move (`is_clear`), or because no more could be told.
+    pub(super) fn doubt(&self, card: &Card, is_clear: bool) {
+        if let Some(other) = self.under_way(card).filter(|other| other.is_anothers()) {
+            let calls = if is_clear { &other.clear } else { &other.unclear };
+            calls.fetch_add(1, Relaxed);
+        }
+    }
+
     /// The lock, when no measurement of the card is under way, or none that is worth waiting for.
     fn lock_in_turn(&self, card: &Card, most_ns: u64) -> Held<'_> {
         loop {
@@ -506,8 +521,11 @@ impl Measurement<'_> {
         let Some(under_way) = measuring.under_way(card) else {
             return settle(&looking, None);
         };
+        let [unclear, clear] = [&under_way.unclear, &under_way.clear].map(|calls| calls.swap(0, Relaxed));
+        let spare = container.books.small_arrays.spare(card);
+        let taken = difference(&seen, &under_way.base).map(|taken| taken.undoubted(unclear, clear, spare));
         under_way.ends();
-        settle(&looking, difference(&seen, &under_way.base))
+        settle(&looking, taken)
     }
 }
 

@@ -1,5 +1,7 @@
 //! What a measurement found, and how far that goes.
 
+use super::blocks::BLOCK;
+
 /// What was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Taken {
@@ -20,6 +22,15 @@ pub(super) enum Trust {
 }
 
 impl Taken {
+    /// With the blocks that may be charged to small arrays instead: of their calls meanwhile `unclear` ones saw more than they
+    /// can do, and in `clear` ones nothing but a block seemed to move. They have `spare` blocks that are not certainly theirs.
+    pub(super) fn undoubted(self, unclear: u64, clear: u64, spare: u64) -> Self {
+        // What takes a block at one moment, and seems to have taken none, may have done so in one of the clear ones.
+        let doubtful = if self.bytes == 0 { unclear + clear.min(1) } else { unclear };
+        let bytes = self.bytes.saturating_add((doubtful.min(spare) * BLOCK).cast_signed());
+        Self { bytes, ..self }
+    }
+
     /// Bytes taken, at most `most`: other containers could have moved the card's figure, and the process's own what the
     /// driver does by itself (it brings in managed memory, and what is freed may stand in NVML's list for a moment).
     pub(super) fn more(self, most: u64) -> u64 {
@@ -46,6 +57,23 @@ mod tests {
         ] {
             let taken = Taken { bytes, trust: Trust::Full };
             assert_eq!((taken.more(400), taken.less(400)), (more, less), "{case}");
+        }
+    }
+
+    #[test]
+    fn what_small_arrays_may_have_been_charged_instead_counts_as_far_as_they_can_spare_it() {
+        let block = BLOCK.cast_signed();
+        for (case, bytes, unclear, clear, spare, want) in [
+            ("nobody else was there", block, 0, 0, 9, block),
+            ("it was seen apart", block, 0, 3, 9, block),
+            ("it came together with an array", block, 1, 3, 9, 2 * block),
+            ("it came instead of an array", 0, 0, 3, 9, block),
+            ("all blocks are theirs", 0, 1, 3, 0, 0),
+            ("one block is not theirs", block, 3, 0, 1, 2 * block),
+            ("an image went", -2 * block, 1, 0, 9, -block),
+        ] {
+            let taken = Taken { bytes, trust: Trust::Full };
+            assert_eq!(taken.undoubted(unclear, clear, spare).bytes, want, "{case}");
         }
     }
 }
