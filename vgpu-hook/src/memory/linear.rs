@@ -336,7 +336,7 @@ pub(super) fn free_by(pointer: CUdeviceptr, when: When, real: impl FnOnce() -> C
     container::fault_point();
     let result = real();
     container::fault_point();
-    if result.is_ok() || is_gone(container, pointer, result) {
+    if result.is_ok() || is_gone(container, pointer, when, result) {
         card.memory.free(entry.size);
     } else {
         let _ = container.books.pointers.insert(pointer, &entry);
@@ -360,7 +360,7 @@ fn free_part(
     container::fault_point();
     let result = real();
     container::fault_point();
-    if result.is_ok() || is_gone(container, pointer, result) {
+    if result.is_ok() || is_gone(container, pointer, when, result) {
         give_back(container, card, pointer, entry);
         if !is_piece && when == When::Now {
             container.books.pools.observe_all(container);
@@ -372,25 +372,26 @@ fn free_part(
 }
 
 /// Whether a free failed because another thread had freed the same address: without an entry in the table, since that was
-/// with this thread.
+/// with this thread. Whoever has got the address since has an entry of its own.
 #[inline]
-fn is_gone(container: &Container, pointer: CUdeviceptr, why: CUresult) -> bool {
-    why == CUresult::INVALID_VALUE && (!is_there(pointer) || is_anothers(container, pointer))
+fn is_gone(container: &Container, pointer: CUdeviceptr, when: When, why: CUresult) -> bool {
+    // The address was nobody's when the driver was asked, so what the entry stood for was freed before.
+    why == CUresult::INVALID_VALUE && (when == When::Now || is_freed(container, pointer))
 }
 
 /// How long the thread that got an address may need to enter it into the table, in pauses of 0.1 ms.
 const ENTERING: u32 = 50;
 
-/// Whether the driver has given an address to somebody else by now. A free may also fail for another reason (a plain
-/// allocation cannot be freed in a stream's order), and then nobody comes.
+/// Whether an address is nobody's, or somebody else's by now. What cannot be freed in a stream's order (a plain allocation) is
+/// neither, and fails in the same way.
 #[cold]
-fn is_anothers(container: &Container, pointer: CUdeviceptr) -> bool {
+fn is_freed(container: &Container, pointer: CUdeviceptr) -> bool {
     (0..ENTERING).any(|_| {
-        let entered = container.books.pointers.get(pointer).is_some();
-        if !entered {
+        let is_freed = !is_there(pointer) || container.books.pointers.get(pointer).is_some();
+        if !is_freed {
             sys::sleep_ns(100_000);
         }
-        entered
+        is_freed
     })
 }
 

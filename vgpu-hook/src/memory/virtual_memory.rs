@@ -4,14 +4,15 @@
 //! release the handle right after mapping and rely on that. So both are counted. Reserving addresses, mapping and
 //! access rights cost nothing by themselves. An imported handle is charged to the process that made it.
 
-use core::cell::Cell;
 use core::ffi::c_void;
+use core::ops::Range;
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_accounting::Entry;
 
 use super::arena::{Arena, Entries};
+use super::blocks::round_up;
 use super::{Pass, charge, counted};
 use crate::container::{self, Container, Lock};
 use crate::cuda::{
@@ -24,22 +25,31 @@ use crate::driver;
 pub(crate) struct Allocations {
     lock: Lock,
     next: AtomicU64,
+    next_mark: AtomicU64,
     /// By our own number; `note` is references << 32 | mappings.
     by_number: Entries,
     /// By handle; `size` is the references that the program holds by it, `note` our number.
     handles: Entries,
-    /// By address; `size` is the length of the mapping, `note` our number.
+    /// By address, and the mark of the call that is about to take it away; `size` is the length of the mapping, `note` our
+    /// number.
     mappings: Entries,
 }
 
 const REFERENCE: u64 = 1 << 32;
 const MAPPING: u64 = 1;
+/// Mappings lie at multiples of this at least (the smallest granularity that a driver tells, for memory of the host).
+const STEP: u64 = 64 << 10;
+/// Calls that can take mappings away at the same time: their marks fit below an address.
+const MOST_MARKS: u64 = STEP - 1;
+/// Steps without a mapping after which the table is looked through instead of the range.
+const MISSES: u32 = 64;
 
 impl Allocations {
     pub(super) const fn new() -> Self {
         Self {
             lock: Lock::new(),
             next: AtomicU64::new(1),
+            next_mark: AtomicU64::new(0),
             by_number: Arena::table(),
             handles: Arena::table(),
             mappings: Arena::table(),
@@ -89,69 +99,74 @@ impl Allocations {
         self.change(entry.note, |counts| counts.saturating_sub(REFERENCE))
     }
 
-    fn add_mapping(&self, address: u64, size: u64, handle: u64) -> Option<Entry> {
+    /// One more mapping of a handle, which has no address in the books yet.
+    fn add_mapping(&self, handle: u64) -> Option<Entry> {
         let _held = self.lock.lock();
         let by_handle = self.handles.get(handle)?;
-        let mapping = Entry { size, note: by_handle.note, ..by_handle };
-        let entered = self.mappings.insert(address, &mapping).is_ok();
         self.change(by_handle.note, |counts| counts + MAPPING);
-        entered.then_some(mapping)
+        Some(by_handle)
     }
 
-    /// The driver did not make this mapping, perhaps because there is another one at the address: that one stays.
-    fn drop_failed_mapping(&self, address: u64, failed: &Entry) -> Option<Entry> {
+    /// The driver made a mapping of `size` bytes.
+    fn place_mapping(&self, address: u64, size: u64, mapping: &Entry) {
         let _held = self.lock.lock();
-        let first = self.mappings.take(address);
-        if first.is_some_and(|first| first != *failed) {
-            self.mappings.take(address);
-            let _ = first.map(|first| self.mappings.insert(address, &first));
-        }
-        self.change(failed.note, |counts| counts.saturating_sub(MAPPING))
+        let _ = self.mappings.insert(address, &Entry { size, ..*mapping });
     }
 
-    /// Takes the mappings that begin in a range out of the table, as many as `kept` has room for; how many that were.
-    fn take_mappings(&self, from: u64, end: u64, kept: &mut [(u64, Entry)]) -> usize {
+    fn drop_mapping(&self, mapping: &Entry) -> Option<Entry> {
         let _held = self.lock.lock();
-        let (mut at, mut count, mut misses) = (from, 0, 0);
+        self.change(mapping.note, |counts| counts.saturating_sub(MAPPING))
+    }
+
+    /// Marks the mappings that begin in a range as those of one call: by this mark, 0 where there are none.
+    fn mark_mappings(&self, range: &Range<u64>) -> u64 {
+        let _held = self.lock.lock();
+        let mark = 1 + self.next_mark.fetch_add(1, Relaxed) % MOST_MARKS;
+        let mut is_any = false;
+        self.take_mappings(range, 0, |address, mapping| {
+            is_any = true;
+            let _ = self.mappings.insert(address | mark, &mapping);
+        });
+        if is_any { mark } else { 0 }
+    }
+
+    /// The driver refused to take marked mappings away.
+    fn unmark_mappings(&self, range: &Range<u64>, mark: u64) {
+        let _held = self.lock.lock();
+        self.take_mappings(range, mark, |address, mapping| {
+            let _ = self.mappings.insert(address, &mapping);
+        });
+    }
+
+    /// The driver took marked mappings away.
+    fn drop_mappings(&self, range: &Range<u64>, mark: u64, mut gone: impl FnMut(Entry)) {
+        let _held = self.lock.lock();
+        self.take_mappings(range, mark, |_, mapping| {
+            let last = self.change(mapping.note, |counts| counts.saturating_sub(MAPPING));
+            last.into_iter().for_each(&mut gone);
+        });
+    }
+
+    /// Takes the mappings of a mark (0: those without one) that begin in a range out of the table. The lock is held.
+    fn take_mappings(&self, range: &Range<u64>, mark: u64, mut out: impl FnMut(u64, Entry)) {
+        let (mut at, mut misses) = (round_up(range.start, STEP), 0);
         // From one to the next, as they usually lie.
-        while at < end
-            && misses < MISSES
-            && let Some(place) = kept.get_mut(count)
-        {
-            if let Some(entry) = self.mappings.take(at) {
-                *place = (at, entry);
-                (count, misses) = (count + 1, 0);
-                at = at.saturating_add(entry.size.max(1));
+        while at < range.end && misses < MISSES {
+            if let Some(entry) = self.mappings.take(at | mark) {
+                misses = 0;
+                out(at, entry);
+                at = at.saturating_add(entry.size.max(STEP));
             } else {
                 // One that is not counted, as of imported memory; another may follow.
                 misses += 1;
                 at = at.saturating_add(STEP);
             }
         }
-        if at < end && misses == MISSES {
-            // A program may name a range of any size: what there is is looked through, not the range.
-            let (room, taken) = (kept.len(), Cell::new(count));
-            self.mappings.drain(
-                |start, _| (at..end).contains(&start) && taken.get() < room,
-                |start, entry| {
-                    if let Some(place) = kept.get_mut(taken.replace(taken.get() + 1)) {
-                        *place = (start, entry);
-                    }
-                },
-            );
-            count = taken.get();
+        // A program may name a range of any size: what there is is looked through, not the range.
+        if at < range.end {
+            let is_meant = |key: u64, _: &Entry| key % STEP == mark && range.contains(&(key - mark));
+            self.mappings.drain(is_meant, |key, entry| out(key - mark, entry));
         }
-        count
-    }
-
-    fn put_mapping(&self, address: u64, entry: &Entry) {
-        let _held = self.lock.lock();
-        let _ = self.mappings.insert(address, entry);
-    }
-
-    fn drop_mapping(&self, entry: &Entry) -> Option<Entry> {
-        let _held = self.lock.lock();
-        self.change(entry.note, |counts| counts.saturating_sub(MAPPING))
     }
 
     /// The driver gave one more reference to what is mapped at `address`.
@@ -160,7 +175,8 @@ impl Allocations {
         let mut mapping = self.mappings.get(address);
         if mapping.is_none() {
             self.mappings.drain(
-                |start, entry| {
+                |key, entry| {
+                    let start = key - key % STEP;
                     if start <= address && address - start < entry.size {
                         mapping = Some(*entry);
                     }
@@ -266,27 +282,14 @@ pub(crate) unsafe fn release(
     let result = unsafe { real(handle) };
     container::fault_point();
     if let Some((container, entry)) = known {
-        if result.is_ok() || is_gone(handle, result) {
+        // It is unknown to the driver: another thread has released what this reference stood for.
+        if result.is_ok() || result == CUresult::INVALID_VALUE {
             free(container, container.books.allocations.drop_reference(&entry));
         } else {
             container.books.allocations.put_reference(handle, &entry);
         }
     }
     result
-}
-
-/// Whether a release failed because another thread had released the same handle once too often.
-fn is_gone(handle: CUmemGenericAllocationHandle, why: CUresult) -> bool {
-    let ask = driver::function!(
-        cuMemGetAllocationPropertiesFromHandle: unsafe extern "C" fn(
-            *mut CUmemAllocationProp,
-            CUmemGenericAllocationHandle,
-        ) -> CUresult
-    );
-    let mut properties = core::mem::MaybeUninit::<CUmemAllocationProp>::zeroed();
-    why == CUresult::INVALID_VALUE
-        // SAFETY: the driver fills in the structure, or says no to a handle that is none of its own.
-        && ask.is_some_and(|ask| unsafe { ask(properties.as_mut_ptr(), handle) } == CUresult::INVALID_VALUE)
 }
 
 /// `cuMemRetainAllocationHandle`: one more reference to be released.
@@ -323,26 +326,21 @@ pub(crate) unsafe fn map(
     flags: CUuint64,
 ) -> CUresult {
     // Before the driver: a release in between must see the mapping.
-    let entered = counted().ok().and_then(|container| {
-        let entry = container.books.allocations.add_mapping(address, size as u64, handle)?;
-        Some((container, entry))
+    let added = counted().ok().and_then(|container| {
+        let mapping = container.books.allocations.add_mapping(handle)?;
+        Some((container, mapping))
     });
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(address, size, offset, handle, flags) };
-    if let Some((container, entry)) = entered
-        && !result.is_ok()
-    {
-        free(container, container.books.allocations.drop_failed_mapping(address, &entry));
+    if let Some((container, mapping)) = added {
+        if result.is_ok() {
+            container.books.allocations.place_mapping(address, size as u64, &mapping);
+        } else {
+            free(container, container.books.allocations.drop_mapping(&mapping));
+        }
     }
     result
 }
-
-/// Mappings that one call takes away and that are kept in mind until the driver has agreed.
-const KEPT: usize = 64;
-/// Mappings lie at multiples of this at least (the smallest granularity that a driver tells, for memory of the host).
-const STEP: u64 = 64 << 10;
-/// Steps without a mapping after which the table is looked through instead of the range.
-const MISSES: u32 = 64;
 
 /// `cuMemUnmap`: takes away all mappings in a range.
 ///
@@ -359,25 +357,18 @@ pub(crate) unsafe fn unmap(
     };
     let _hidden = container.books.measuring.hidden();
     let allocations = &container.books.allocations;
-    let end = address.saturating_add(size as u64);
-    let mut kept = [(0, Entry::default()); KEPT];
-    let mut count = allocations.take_mappings(address, end, &mut kept);
+    let range = address..address.saturating_add(size as u64);
+    // By a mark, since another thread may map something there as soon as the driver has agreed.
+    let mark = allocations.mark_mappings(&range);
     // SAFETY: the caller's own arguments.
     let result = unsafe { real(address, size) };
-    if !result.is_ok() {
-        for (address, entry) in kept.iter().take(count) {
-            allocations.put_mapping(*address, entry);
-        }
+    if mark == 0 {
         return result;
     }
-    loop {
-        for (_, entry) in kept.iter().take(count) {
-            free(container, allocations.drop_mapping(entry));
-        }
-        if count < KEPT {
-            return result;
-        }
-        // More than could be kept in mind: the rest is taken out afterwards.
-        count = allocations.take_mappings(address, end, &mut kept);
+    if result.is_ok() {
+        allocations.drop_mappings(&range, mark, |gone| free(container, Some(gone)));
+    } else {
+        allocations.unmark_mappings(&range, mark);
     }
+    result
 }
