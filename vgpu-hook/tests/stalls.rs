@@ -1,15 +1,8 @@
 //! While one thread is at the driver for long, the others go on; and what it has by then is charged whatever becomes of it.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot be set up has failed"
-)]
+#![cfg(test)]
 
 mod common;
 mod sessions;
-
-use std::time::Duration;
 
 use sessions::{MIB, Place, Session};
 
@@ -72,12 +65,13 @@ fn what_a_process_was_freeing_goes_with_it() {
         let mut command = place.command("stall");
         command.arg("free");
         let mut victim = Session::start(command);
-        assert_eq!(victim.hear(), Some(vec![0]));
-        std::thread::sleep(Duration::from_millis(100));
+        assert_eq!(victim.hear(), Some(vec![0]), "round {round}: it is at the driver");
         let slot = place.slot(1);
         // The kernel's image takes a block.
         assert_eq!((slot.claimed, slot.settled), (34 * MIB, 34 * MIB), "round {round}: it still has it");
-        victim.kill();
+        victim.child.kill().unwrap();
+        assert_eq!(victim.hear(), None, "round {round}: the driver has answered before it was killed");
+        victim.child.wait().unwrap();
         session.done("alloc b 65011712");
         session.done("free b");
         let card = place.hot().cards[0];

@@ -23,6 +23,7 @@ res cuArray3DCreate_v2(void **, const struct array3d *);
 res cuArrayDestroy(void *);
 res cuModuleLoadData(void **, const void *);
 res cuModuleGetFunction(void **, void *, const char *);
+ptr fake_cuda_calls(const char *);
 res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 
 #ifdef LIBRARY
@@ -47,6 +48,11 @@ static long now(void) {
   return t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
+// Waits until so many calls have come to the driver.
+static void until(const char *function, ptr calls) {
+  while (fake_cuda_calls(function) < calls) usleep(1000);
+}
+
 #define TIMED(call) do { long began = now(); must(call); began = now() - began; if (began > longest) longest = began; } while (0)
 
 static void *load(void *unused) {
@@ -67,6 +73,13 @@ static void *allocate_in_order(void *unused) {
 static void *open_library(void *name) {
   if (!dlopen(name, RTLD_NOW)) { fprintf(stderr, "%s\n", dlerror()); exit(5); }
   return name;
+}
+
+static void *tell_when_freeing(void *unused) {
+  until("cuMemFree_v2", 1);
+  puts("0");
+  fflush(stdout);
+  return unused;
 }
 
 static void arrays_and_limits(void) {
@@ -109,14 +122,15 @@ int main(int argc, char **argv) {
     must(cuModuleGetFunction(&kernel, module, "busy_5s"));
     must(cuMemAlloc_v2(&address, 32 << 20));
     must(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0));
-    puts("0");
-    fflush(stdout);
+    pthread_create(&first, 0, tell_when_freeing, 0);
     must(cuMemFree_v2(address));
+    pthread_join(first, 0);
+    puts("1");
     return 0;
   }
   if (!strcmp(argv[1], "load")) {
     pthread_create(&first, 0, load, 0);
-    usleep(50000);
+    until("cuModuleLoadData", 1);
     arrays_and_limits();
   } else {
     // The pool is known from here on.

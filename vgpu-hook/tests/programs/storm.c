@@ -28,6 +28,10 @@ res cuMemAllocAsync(ptr *, size_t, void *);
 res cuMemFreeAsync(ptr, void *);
 res cuMemCreate(ptr *, size_t, const struct allocation *, ptr);
 res cuMemRelease(ptr);
+res cuMemAddressReserve(ptr *, size_t, size_t, ptr, ptr);
+res cuMemAddressFree(ptr, size_t);
+res cuMemMap(ptr, size_t, size_t, ptr, ptr);
+res cuMemUnmap(ptr, size_t);
 res cuArray3DCreate_v2(void **, const struct array3d *);
 res cuArrayDestroy(void *);
 res cuArrayGetMemoryRequirements(struct requirements *, void *, int);
@@ -212,9 +216,11 @@ static void together(void) {
 // Both free the same address at once, or release the same handle; one of them can.
 static void *freeing(void *number) {
   int me = (intptr_t)number;
-  ptr random = 88172645463325252ull * (seed + 1);
+  ptr random = 88172645463325252ull * (seed + 1), range = 0;
   if (cuCtxSetCurrent(context)) wrong++;
+  if (!me && cuMemAddressReserve(&range, 8 << 20, 0, 0, 0)) wrong++;
   for (unsigned round = 0; round < rounds; round++) {
+    size_t size = 0;
     if (!me) {
       ptr made_here = 0, of = next(&random);
       size_t pitch;
@@ -226,7 +232,11 @@ static void *freeing(void *number) {
       case 1: r = cuMemAlloc_v2(&made_here, SMALL + 1 + (of >> 8) % (4 << 20)); break;
       case 2: r = cuMemAllocPitch_v2(&made_here, &pitch, 100 + (of >> 8) % 3000, 1 + (of >> 24) % 900, 4); break;
       case 3: r = cuMemAllocAsync(&made_here, 1 + (of >> 8) % (4 << 20), 0); break;
-      case 4: r = cuMemCreate(&made_here, (1 + of % 3) << 21, &p, 0); release = other = cuMemRelease; break;
+      case 4:
+        r = cuMemCreate(&made_here, (1 + of % 3) << 21, &p, 0); release = other = cuMemRelease;
+        // Half of them stay while they are mapped.
+        if (!r && (of & 16)) { size = (1 + of % 3) << 21; if (cuMemMap(range, size, 0, made_here, 0)) wrong++; }
+        break;
       }
       if (!made(r)) made_here = 0;
       shared = made_here;
@@ -235,6 +245,7 @@ static void *freeing(void *number) {
     if (shared && !(me ? other : release)(shared)) winners++;
     together();
     if (!me && shared && atomic_exchange(&winners, 0) != 1 && threads == 2) wrong++;
+    if (size && cuMemUnmap(range, size)) wrong++;
   }
   stop = 1;
   return 0;
@@ -259,6 +270,42 @@ static void compare(void) {
   size_t free_bytes = 0, total = 0;
   if (cuMemGetInfo_v2(&free_bytes, &total)) wrong++;
   if (fake_cuda_given(0) != total - free_bytes) off++;
+}
+
+// Two free the same address at once, and a third one gets it at once for something that is no allocation.
+static void *racing(void *number) {
+  static atomic_int done;
+  int me = (intptr_t)number;
+  enum { SIZE = 4 << 20, PART = 2 << 20 };
+  struct allocation p = { .kind = 1, .handles = 1, .location = { 1, 0 } };
+  ptr before, behind, handle, place;
+  if (cuCtxSetCurrent(context)) wrong++;
+  // The address between two that stay is the only one that fits.
+  if (!me && (cuMemAlloc_v2(&before, SIZE) || cuMemAlloc_v2(&place, SIZE) || cuMemAlloc_v2(&behind, SIZE) || cuMemFree_v2(place))) wrong++;
+  if (me == 2 && cuMemCreate(&handle, PART, &p, 0)) wrong++;
+  for (unsigned round = 0; round < rounds; round++) {
+    pthread_barrier_wait(&barrier);
+    if (!me) {
+      done = 0;
+      if (cuMemAlloc_v2(&place, SIZE)) wrong++;
+      shared = place;
+    }
+    pthread_barrier_wait(&barrier);
+    int is_mapped = 0;
+    if (me < 2) { cuMemFree_v2(shared); done++; }
+    while (me == 2 && done < 2 && !is_mapped) {
+      if (cuMemAddressReserve(&place, SIZE, 0, 0, 0)) wrong++;
+      if (place == shared) is_mapped = !cuMemMap(place, PART, 0, handle, 0);
+      if (!is_mapped && cuMemAddressFree(place, SIZE)) wrong++;
+    }
+    pthread_barrier_wait(&barrier);
+    if (is_mapped && (cuMemUnmap(place, PART) || cuMemAddressFree(place, SIZE))) wrong++;
+    pthread_barrier_wait(&barrier);
+    if (!me) compare();
+  }
+  if (me == 2 && cuMemRelease(handle)) wrong++;
+  if (!me && (cuMemFree_v2(before) || cuMemFree_v2(behind))) wrong++;
+  return 0;
 }
 
 // Two load an image each at once, and unload in this or the other order.
@@ -314,6 +361,76 @@ static void *waiting(void *number) {
   return 0;
 }
 
+// One loads an image slowly, each third one too large for the card, and unloads it; the other one makes and ends small arrays
+// meanwhile, and at last all of them.
+static atomic_int loading_now;
+static void *overlapping(void *number) {
+  int me = (intptr_t)number;
+  ptr random = 88172645463325252ull * (seed + 1) + 1442695040888963407ull * (me + 1);
+  struct slot image = { 0 }, slots[SLOTS] = { 0 };
+  if (cuCtxSetCurrent(context)) wrong++;
+  for (unsigned round = 0; round < rounds; round++) {
+    if (!me) loading_now = 1;
+    pthread_barrier_wait(&barrier);
+    if (!me) {
+      ptr file[8] = { 0x464c457f, 0, 0, 0, 0, round % 3 ? 1 + next(&random) % (6 << 20) : 1ull << 50 };
+      if ((cuModuleLoadData(&image.handle, file) != 0) != !(round % 3)) wrong++;
+      image.kind = round % 3 ? MODULE : NOTHING;
+      loading_now = 0;
+    }
+    // All sizes of up to 1 MiB, so that blocks have room that is of no use.
+    while (me && loading_now) {
+      struct slot *slot = &slots[next(&random) % SLOTS];
+      struct array3d line = { .width = 1 + next(&random) % SMALL, .format = 1, .channels = 1 };
+      struct requirements r = { 0 };
+      if (slot->kind) give(slot);
+      else if (made(cuArray3DCreate_v2(&slot->handle, &line))) {
+        slot->kind = ARRAY;
+        if (cuArrayGetMemoryRequirements(&r, slot->handle, 0)) wrong++;
+        slot->needed = r.size;
+        count_array(slot, 1);
+      }
+    }
+    quiet(me, "loaded");
+    if (!me) give(&image);
+    quiet(me, "unloaded");
+    for (int i = 0; me && round % 8 == 7 && i < SLOTS; i++) give(&slots[i]);
+    quiet(me, "round");
+  }
+  for (int i = 0; i < SLOTS; i++) give(&slots[i]);
+  return 0;
+}
+
+// One takes away many mappings at once; the other one maps something of its own in the middle of them as soon as it can, and lets go
+// of its handle.
+enum { PARTS = 200, PART = 2 << 20 };
+static void *mapping(void *number) {
+  static ptr range, first;
+  int me = (intptr_t)number;
+  ptr second, place;
+  struct allocation p = { .kind = 1, .handles = 1, .location = { 1, 0 } };
+  if (cuCtxSetCurrent(context)) wrong++;
+  if (!me && (cuMemAddressReserve(&range, PARTS * (size_t)PART, 0, 0, 0) || cuMemCreate(&first, PART, &p, 0))) wrong++;
+  for (unsigned round = 0; round < rounds; round++) {
+    for (ptr i = 0; !me && i < PARTS; i++)
+      if (cuMemMap(range + i * PART, PART, 0, first, 0)) wrong++;
+    if (me && cuMemCreate(&second, PART, &p, 0)) wrong++;
+    together();
+    place = range + (PARTS - 1 - round % (PARTS / 2)) * PART;
+    if (!me && cuMemUnmap(range, PARTS * (size_t)PART)) wrong++;
+    while (me && cuMemMap(place, PART, 0, second, 0)) sched_yield();
+    if (me && cuMemRelease(second)) wrong++;
+    together();
+    if (!me) compare();
+    together();
+    if (me && cuMemUnmap(place, PART)) wrong++;
+    together();
+    if (!me) compare();
+  }
+  if (!me && cuMemRelease(first)) wrong++;
+  return 0;
+}
+
 int main(int argc, char **argv) {
   if (argc < 4) return 2;
   seed = atoi(argv[2]);
@@ -325,7 +442,10 @@ int main(int argc, char **argv) {
   if (!strcmp(argv[1], "contexts")) { contexts = modules = 1; threads = 4; }
   if (!strcmp(argv[1], "frees")) { work = freeing; threads = 2; }
   if (!strcmp(argv[1], "reused")) { work = freeing; threads = 3; }
+  if (!strcmp(argv[1], "raced")) { work = racing; threads = 3; }
   if (!strcmp(argv[1], "pairs")) { work = pairing; threads = 2; }
+  if (!strcmp(argv[1], "overlaps")) { work = overlapping; threads = 2; }
+  if (!strcmp(argv[1], "maps")) { work = mapping; threads = 2; }
   if (!strcmp(argv[1], "waiting")) { work = waiting; threads = 2; }
   tell("begin");
   pthread_t t[MOST_THREADS];
