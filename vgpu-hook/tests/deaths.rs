@@ -1,10 +1,5 @@
 //! Processes that die at any point.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot be set up has failed"
-)]
+#![cfg(test)]
 
 mod common;
 mod sessions;

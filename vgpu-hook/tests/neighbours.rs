@@ -1,11 +1,6 @@
 //! What is found by looking at the card (contexts, their limits, modules), while others work on the same card: each
 //! process is charged what it has itself.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot be set up has failed"
-)]
+#![cfg(test)]
 
 mod common;
 mod sessions;

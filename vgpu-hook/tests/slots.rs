@@ -1,10 +1,5 @@
 //! Who owns a slot of the usage file: processes that fork, call exec, start and end, many of them, on any file system.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot be set up has failed"
-)]
+#![cfg(test)]
 
 mod common;
 mod sessions;

@@ -2,12 +2,6 @@
 //! running programs.
 
 #![allow(dead_code, reason = "each test program uses a part")]
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test that cannot be set up has failed"
-)]
 
 pub mod stub;
 
