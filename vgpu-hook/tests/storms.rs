@@ -214,7 +214,7 @@ fn arrays_made_while_an_image_is_loaded_are_charged_when_it_fails_or_is_unloaded
 #[ignore = "needs the built library"]
 fn what_is_mapped_while_a_range_is_unmapped_stays_charged() {
     let place = Place::new().limited(64 * MIB);
-    let storm = storm(&place, "maps", 4, 1_000);
+    let storm = storm(&place, "maps", 4, 2_000);
     assert_eq!((storm.off, storm.wrong), (0, 0), "{storm:#?}");
     assert_eq!((storm.last.given, storm.last.charged), (0, 0), "{storm:#?}");
 }

@@ -426,6 +426,7 @@ static void *mapping(void *number) {
     if (me && cuMemUnmap(place, PART)) wrong++;
     together();
     if (!me) compare();
+    together();
   }
   if (!me && cuMemRelease(first)) wrong++;
   return 0;
