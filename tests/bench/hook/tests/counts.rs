@@ -33,7 +33,7 @@ fn program(container: &Container) -> Program {
 ///
 /// More than [`ROOM`] above fails: find out what made the call longer. Where it is worth it, or where fewer are
 /// needed now (which fails as well, so that what was gained is kept), write down the number that the failure names.
-const INSTRUCTIONS: [u64; 7] = [349, 592, 146, 93, 92, 247, 276];
+const INSTRUCTIONS: [u64; 7] = [354, 596, 147, 94, 92, 257, 286];
 /// Difference that is let through, in percent: what another version of the compiler may do.
 const ROOM: u64 = 5;
 
