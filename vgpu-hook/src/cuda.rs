@@ -14,6 +14,7 @@ impl CUresult {
     pub(crate) const OUT_OF_MEMORY: Self = Self(2);
     pub(crate) const NOT_INITIALIZED: Self = Self(3);
     pub(crate) const OPERATING_SYSTEM: Self = Self(304);
+    pub(crate) const INVALID_HANDLE: Self = Self(400);
     pub(crate) const NOT_FOUND: Self = Self(500);
     pub(crate) const NOT_SUPPORTED: Self = Self(801);
 

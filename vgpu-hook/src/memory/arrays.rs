@@ -458,24 +458,20 @@ pub(crate) unsafe fn mipmap_destroy(
 fn destroy(kind: Kind, handle: CUarray, real: impl FnOnce() -> CUresult) -> CUresult {
     let Ok(container) = counted() else { return real() };
     let key = key_of(kind, handle.addr() as u64);
+    let ended = container.books.contexts.ended();
     let Some(entry) = container.books.objects.take(key) else { return real() };
     let Some(card) = container.card_at(entry.card) else { return real() };
-    let put_back = || container.books.objects.insert(key, &entry);
+    let is_gone =
+        |result: CUresult| result.is_ok() || container.books.is_gone_all_the_same(key, &entry, ended, result);
     if entry.kind == Kind::SmallArray as u8 {
-        let result = destroy_small(container, card, &entry, real);
-        if !result.is_ok() {
-            let _ = put_back();
-        }
-        return result;
+        return destroy_small(container, card, &entry, real, is_gone);
     }
     let _hidden = container.books.measuring.hidden();
     container::fault_point();
     let result = real();
     container::fault_point();
-    if result.is_ok() {
+    if is_gone(result) {
         card.memory.free(entry.size);
-    } else {
-        let _ = put_back();
     }
     result
 }
@@ -485,6 +481,7 @@ fn destroy_small(
     card: &'static Card,
     entry: &Entry,
     real: impl FnOnce() -> CUresult,
+    is_gone: impl FnOnce(CUresult) -> bool,
 ) -> CUresult {
     let looking = container.books.measuring.alone(card);
     // Its context need not be the current one.
@@ -493,9 +490,9 @@ fn destroy_small(
     container::fault_point();
     let result = real();
     container::fault_point();
-    if result.is_ok() {
-        let after = look();
-        let given_back = blocks_of(&looking, looking.change(after, before));
+    if is_gone(result) {
+        let given_back =
+            if result.is_ok() { blocks_of(&looking, looking.change(look(), before)) } else { None };
         small_is_gone(container, card, entry.size, given_back);
     }
     result

@@ -41,6 +41,10 @@ mod taken;
 mod views;
 mod virtual_memory;
 
+use core::sync::atomic::Ordering::SeqCst;
+use core::sync::atomic::fence;
+
+use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
 use crate::container::{self, Card, Container, Gate};
@@ -113,6 +117,18 @@ impl Books {
             small_arrays: arrays::Small::new(),
             measuring: measured::Measuring::new(),
         }
+    }
+
+    /// The driver did not end an object that was taken out of the table when `ended` contexts had ended: puts it back, unless
+    /// it is gone all the same, with its context or by another thread, which did not find it in the table. Whether it is gone.
+    fn is_gone_all_the_same(&self, key: u64, entry: &Entry, ended: u64, why: CUresult) -> bool {
+        if why == CUresult::INVALID_HANDLE {
+            return true;
+        }
+        let _ = self.objects.insert(key, entry);
+        // As in `Here::is_over`.
+        fence(SeqCst);
+        self.contexts.has_ended_since(ended, entry.note) && self.objects.take(key).is_some()
     }
 }
 

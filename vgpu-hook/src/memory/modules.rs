@@ -286,13 +286,14 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
     container::fault_point();
     let result = real();
     container::fault_point();
-    if !result.is_ok() {
+    if !result.is_ok() && !container.books.is_gone_all_the_same(key, &entry, ended, result) {
         measurement.abandon();
-        let _ = container.books.objects.insert(key, &entry);
         return result;
     }
     measurement.end(|_, taken| {
-        let given_back = given_back(taken, entry.size);
+        // What went before this looked is not seen; a large image does not share its blocks.
+        let unseen = if result.is_ok() || entry.size <= BLOCK { 0 } else { entry.size };
+        let given_back = given_back(taken, entry.size).max(unseen);
         let group = group_of(kind, entry.note, card);
         let (before, after) = change(container, card, group, |group| group.without(given_back));
         card.memory.free(before.bytes - after.bytes);
