@@ -32,7 +32,7 @@ fn arrays_do_not_wait_for_an_image_that_takes_long() {
 #[ignore = "needs the built library"]
 fn allocations_do_not_wait_for_a_pool_that_is_held() {
     let mut place = Place::new().contexts_of(64).limited(4096 * MIB);
-    place.set("FAKE_CUDA_ASYNC_US", "30000000");
+    place.set("FAKE_CUDA_SLOW", "cuMemAllocAsync:2:30000000");
     place.set("FAKE_CUDA_LOAD_US", "1000");
     let longest = longest(&place, "pool");
     assert!(longest < 10_000, "{longest} ms");

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::abi::Code;
-use crate::driver::{Driver, number};
+use crate::driver::Driver;
 
 /// An entry point: how often it was called, and the error that its next calls answer.
 #[derive(Debug)]
@@ -80,6 +80,7 @@ pub(crate) fn init(site: &Site, make: impl FnOnce() -> Result<Driver, Code>) -> 
             // SAFETY: the handler only stores to an atomic.
             unsafe { fake_state::live::at_fork(forked) };
             TRACE.store(std::env::var_os("FAKE_CUDA_TRACE").is_some_and(|v| v == "1"), SeqCst);
+            SLOW.store(std::env::var_os("FAKE_CUDA_SLOW").is_some(), SeqCst);
             STATE.store(1, SeqCst);
         }
         Ok(())
@@ -111,7 +112,9 @@ pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_i
     if stub() {
         return answer(body());
     }
-    wait_in_queue(site);
+    if SLOW.load(Relaxed) {
+        wait_in_queue(site);
+    }
     let code = answer(site.enter().and_then(|()| body()));
     if TRACE.load(Relaxed) {
         trace(site.name, code);
@@ -119,11 +122,19 @@ pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_i
     code
 }
 
-/// The second allocation in a stream's order finds its queue full: it takes `FAKE_CUDA_ASYNC_US` (0), in which other
-/// threads can call.
+/// Whether `FAKE_CUDA_SLOW` names a call.
+static SLOW: AtomicBool = AtomicBool::new(false);
+
+/// `FAKE_CUDA_SLOW=SYMBOL:N:US`: the N-th call of a symbol finds its queue full. It takes so many microseconds before it does
+/// anything, in which other threads can call.
+#[cold]
 fn wait_in_queue(site: &Site) {
-    if site.name.starts_with("cuMemAllocAsync") && site.calls() == 1 {
-        std::thread::sleep(Duration::from_micros(number("FAKE_CUDA_ASYNC_US", 0)));
+    let slow = std::env::var("FAKE_CUDA_SLOW").unwrap_or_default();
+    let mut words = slow.split(':');
+    let is_named = words.next() == Some(site.name);
+    let mut number = || words.next().and_then(|word| word.parse().ok()).unwrap_or(0);
+    if is_named && number() == site.calls() + 1 {
+        std::thread::sleep(Duration::from_micros(number()));
     }
 }
 
