@@ -41,6 +41,21 @@ fn free_here() -> Option<u64> {
 }
 
 fn free_in(context: u64) -> Option<u64> {
+    within(context, free_here)
+}
+
+/// The device of a context that need not be current.
+pub(super) fn device_of(context: u64) -> Option<CUdevice> {
+    within(context, || {
+        let ask = driver::function!(cuCtxGetDevice: unsafe extern "C" fn(*mut CUdevice) -> CUresult)?;
+        let mut device = -1;
+        // SAFETY: the driver writes one number.
+        unsafe { ask(&raw mut device) }.is_ok().then_some(device)
+    })
+}
+
+/// Asks with a context as the current one.
+fn within<T>(context: u64, ask: impl FnOnce() -> Option<T>) -> Option<T> {
     let push = driver::function!(cuCtxPushCurrent_v2: unsafe extern "C" fn(CUcontext) -> CUresult)?;
     let pop = driver::function!(cuCtxPopCurrent_v2: unsafe extern "C" fn(*mut CUcontext) -> CUresult)?;
     let context = with_exposed_provenance_mut(usize::try_from(context).ok()?);
@@ -48,11 +63,11 @@ fn free_in(context: u64) -> Option<u64> {
     if !unsafe { push(context) }.is_ok() {
         return None;
     }
-    let seen = free_here();
+    let answer = ask();
     let mut popped = null_mut();
     // SAFETY: takes the context off again that was just put on.
     let _ = unsafe { pop(&raw mut popped) };
-    seen
+    answer
 }
 
 /// Whether a device's primary context exists.

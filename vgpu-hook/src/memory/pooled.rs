@@ -6,10 +6,10 @@ use mullion_accounting::Entry;
 
 use super::blocks::{UNIT, round_up};
 use super::pools::Following;
-use super::{Here, Kind, Pass, charge, counted, here, linear};
+use super::{Here, Kind, Pass, charge, counted, here, linear, looks};
 use crate::container::{self, Card};
 use crate::cuda::{
-    CUdevice, CUdeviceptr, CUenum, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, CUuint64,
+    CUcontext, CUdevice, CUdeviceptr, CUenum, CUmemPoolProps, CUmemoryPool, CUresult, CUstream, CUuint64,
     LOCATION_DEVICE,
 };
 use crate::driver;
@@ -90,17 +90,28 @@ pub(crate) unsafe fn alloc_from_pool_ptsz(
 /// The device whose pool `stream` allocates from.
 fn device_of(now: Here, stream: CUstream) -> Option<CUdevice> {
     // 0, 1 and 2 stand for default streams, which belong to the current context.
-    if stream.addr() > 2
-        && let Some(ask) =
-            driver::function!(cuStreamGetDevice: unsafe extern "C" fn(CUstream, *mut CUdevice) -> CUresult)
-    {
-        let mut device = -1;
-        // SAFETY: the caller's stream; the driver writes one number.
-        if unsafe { ask(stream, &raw mut device) }.is_ok() {
-            return Some(device);
-        }
+    if stream.addr() <= 2 {
+        return now.container.device(now.card);
     }
-    now.container.device(now.card)
+    let own = driver::function!(cuStreamGetDevice: unsafe extern "C" fn(CUstream, *mut CUdevice) -> CUresult);
+    let mut device = -1;
+    match own {
+        // SAFETY: the caller's stream; the driver writes one number.
+        Some(ask) if unsafe { ask(stream, &raw mut device) }.is_ok() => Some(device),
+        _ => device_by_context(stream).or_else(|| now.container.device(now.card)),
+    }
+}
+
+/// The same before CUDA 12.8: the device of the stream's context.
+#[cold]
+fn device_by_context(stream: CUstream) -> Option<CUdevice> {
+    let ask = driver::function!(cuStreamGetCtx: unsafe extern "C" fn(CUstream, *mut CUcontext) -> CUresult)?;
+    let mut context = core::ptr::null_mut();
+    // SAFETY: the caller's stream; the driver writes one handle.
+    if !unsafe { ask(stream, &raw mut context) }.is_ok() {
+        return None;
+    }
+    looks::device_of(context.addr() as u64)
 }
 
 /// # Safety

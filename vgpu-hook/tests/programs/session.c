@@ -53,6 +53,11 @@ res cuMipmappedArrayCreate(void **, const struct array3d *, unsigned);
 res cuMipmappedArrayDestroy(void *);
 res cuMemAllocAsync(ptr *, size_t, void *);
 res cuMemAllocAsync_ptsz(ptr *, size_t, void *);
+res cuStreamCreate(void **, unsigned);
+res cuStreamBeginCapture_v2(void *, unsigned);
+res cuStreamEndCapture(void *, void **);
+res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+res cuModuleGetFunction(void **, void *, const char *);
 res cuMemFreeAsync(ptr, void *);
 res cuMemAllocFromPoolAsync(ptr *, size_t, void *, void *);
 res cuMemPoolCreate(void **, const struct pool *);
@@ -74,6 +79,10 @@ res cuGraphAddMemAllocNode(void **, void *, const void **, size_t, struct node *
 res cuGraphAddMemFreeNode(void **, void *, const void **, size_t, ptr);
 res cuGraphAddChildGraphNode(void **, void *, const void **, size_t, void *);
 res cuGraphInstantiateWithFlags(void **, void *, ptr);
+struct instantiation { ptr flags; void *stream, *node; unsigned result; };
+res cuGraphInstantiateWithParams(void **, void *, struct instantiation *);
+res cuGraphUpload(void *, void *);
+res cuGraphDestroy(void *);
 res cuGraphLaunch(void *, void *);
 res cuGraphExecDestroy(void *);
 res cuDeviceGraphMemTrim(int);
@@ -205,6 +214,24 @@ static void step(char *line, FILE *in) {
   else if (IS("async")) { res r = cuMemAllocAsync(&place, n, 0); answer(a, r, place); }
   else if (IS("async-ptsz")) { res r = cuMemAllocAsync_ptsz(&place, n, 0); answer(a, r, place); }
   else if (IS("free-async")) printf("%d\n", cuMemFreeAsync(get(a), 0));
+  else if (IS("stream")) { res r = cuStreamCreate(&thing, 1); answer(a, r, (uintptr_t)thing); }
+  else if (IS("async-in")) { res r = cuMemAllocAsync(&place, m, handle(b)); answer(a, r, place); }
+  else if (IS("free-in")) printf("%d\n", cuMemFreeAsync(get(a), handle(b)));
+  else if (IS("work")) {
+    // A kernel of a module, by its name, in a stream.
+    void *kernel; res r = cuModuleGetFunction(&kernel, handle(a), b);
+    if (!r) r = cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, handle(c), 0, 0);
+    printf("%d\n", r);
+  }
+  else if (IS("capture")) printf("%d\n", cuStreamBeginCapture_v2(handle(a), 2));
+  else if (IS("captured")) { res r = cuStreamEndCapture(handle(b), &thing); answer(a, r, (uintptr_t)thing); }
+  else if (IS("instantiate")) {
+    struct instantiation p = { .flags = m }; res r = cuGraphInstantiateWithParams(&thing, handle(b), &p);
+    answer(a, r, (uintptr_t)thing);
+  }
+  else if (IS("launch-in")) printf("%d\n", cuGraphLaunch(handle(a), handle(b)));
+  else if (IS("upload")) printf("%d\n", cuGraphUpload(handle(a), 0));
+  else if (IS("destroy-description")) printf("%d\n", cuGraphDestroy(handle(a)));
   else if (IS("sync")) printf("%d\n", cuCtxSynchronize());
   else if (IS("pool")) {
     struct pool p = { .kind = 1, .location = { n ? n : 1, m } };
@@ -268,7 +295,7 @@ static void step(char *line, FILE *in) {
   }
   else if (IS("launch")) printf("%d\n", cuGraphLaunch(handle(a), 0));
   else if (IS("destroy-graph")) printf("%d\n", cuGraphExecDestroy(handle(a)));
-  else if (IS("sync-stream")) printf("%d\n", cuStreamSynchronize(0));
+  else if (IS("sync-stream")) printf("%d\n", cuStreamSynchronize(a[0] ? handle(a) : 0));
   else if (IS("trim-graphs")) printf("%d\n", cuDeviceGraphMemTrim(atoi(a)));
   else if (IS("info")) { size_t free = 1, total = 2; res r = cuMemGetInfo_v2(&free, &total); printf("%d %zu %zu\n", r, free, total); }
   else if (IS("info-free")) { size_t free = 1; res r = cuMemGetInfo_v2(&free, 0); printf("%d %zu\n", r, free); }

@@ -53,6 +53,22 @@ impl Place {
         self
     }
 
+    /// With a driver that is older than a function.
+    pub fn without(self, function: &str) -> Self {
+        let driver = self.path("libcuda.so.1");
+        let mut bytes = std::fs::read(&driver).unwrap();
+        let (name, other) = (format!("\0{function}\0"), format!("\0{}\0", "_".repeat(function.len())));
+        let mut found = 0;
+        while let Some(at) = bytes.windows(name.len()).position(|window| window == name.as_bytes()) {
+            bytes[at..at + name.len()].copy_from_slice(other.as_bytes());
+            found += 1;
+        }
+        assert!(found > 0, "the driver has no {function}");
+        std::fs::remove_file(&driver).unwrap();
+        std::fs::write(&driver, bytes).unwrap();
+        self
+    }
+
     pub fn set(&mut self, name: &str, value: &str) {
         self.variables.push((name.to_owned(), value.to_owned()));
     }
