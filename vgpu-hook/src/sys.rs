@@ -32,6 +32,14 @@ impl Errno {
     pub(crate) const AGAIN: Self = Self(11);
     /// Permission denied; a held lock on some file systems.
     pub(crate) const ACCES: Self = Self(13);
+    /// It is there already.
+    pub(crate) const EXIST: Self = Self(17);
+    /// No space on the device.
+    pub(crate) const NOSPC: Self = Self(28);
+    /// The name is too long.
+    pub(crate) const NAMETOOLONG: Self = Self(36);
+    /// The disk quota is used up.
+    pub(crate) const DQUOT: Self = Self(122);
 }
 
 const _: () = assert!(size_of::<usize>() == 8);
@@ -47,6 +55,8 @@ pub(crate) struct Fd(pub(crate) c_int);
 pub(crate) const O_RDONLY: c_int = 0;
 pub(crate) const O_RDWR: c_int = 2;
 pub(crate) const O_CREAT: c_int = 0o100;
+/// With [`O_CREAT`]: only a file that is made by the call.
+pub(crate) const O_EXCL: c_int = 0o200;
 #[cfg(target_arch = "x86_64")]
 pub(crate) const O_NOFOLLOW: c_int = 0o400_000;
 #[cfg(target_arch = "aarch64")]
@@ -61,6 +71,13 @@ pub(crate) fn open(path: &CStr, flags: c_int, mode: u32) -> Result<Fd, Errno> {
         syscall(number::OPENAT, [AT_FDCWD, path.as_ptr() as isize, flags as isize, mode as isize, 0, 0])
     };
     check(fd).map(|fd| Fd(c_int::try_from(fd).unwrap_or(-1)))
+}
+
+/// Removes the name `path` of a file.
+pub(crate) fn remove(path: &CStr) -> Result<(), Errno> {
+    // SAFETY: `path` is a NUL-terminated string that outlives the call.
+    check(unsafe { syscall(number::UNLINKAT, [AT_FDCWD, path.as_ptr() as isize, 0, 0, 0, 0]) })?;
+    Ok(())
 }
 
 impl Fd {

@@ -12,7 +12,8 @@ mod sessions;
 use std::fs::File;
 use std::io::Write;
 use std::num::NonZeroU64;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use fake_state::Store;
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use sessions::{MIB, Place, Session, in_container, write_at};
 
 /// What `cuInit` answers, and what is said on stderr.
@@ -273,6 +275,141 @@ fn a_file_by_hand_that_cannot_be_used_is_said_at_once() {
     one_line(&said, "UsageFileBusy");
 }
 
+/// Before the program starts, `prepare` with system calls alone.
+fn prepared(command: &mut Command, prepare: impl FnMut() -> std::io::Result<()> + Send + Sync + 'static) {
+    // SAFETY: the child is single-threaded and only makes system calls before it calls exec.
+    #[expect(unsafe_code, reason = "prepares the child")]
+    unsafe {
+        command.pre_exec(prepare)
+    };
+}
+
+/// Root as anybody else, to whom a file's mode means something.
+fn obey_modes() {
+    const CAP_DAC_OVERRIDE: nix::libc::c_ulong = 1;
+    // SAFETY: no memory is passed. Who is not root need not give it up.
+    #[expect(unsafe_code, reason = "prepares the child")]
+    unsafe {
+        nix::libc::prctl(nix::libc::PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
+    };
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn why_a_file_by_hand_cannot_be_used_is_said_with_the_way_out() {
+    let place = Place::new().limited(64 * MIB);
+    let mode = |path: &str, mode| {
+        std::fs::set_permissions(place.path(path), std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    std::fs::write(place.path("mine"), "").unwrap();
+    mode("mine", 0o444);
+    for (folder, options, flags) in [
+        ("small", "size=64k", MsFlags::empty()),
+        ("read-only", "size=64k", MsFlags::MS_RDONLY),
+        ("closed", "", MsFlags::empty()),
+    ] {
+        std::fs::create_dir(place.path(folder)).unwrap();
+        if !options.is_empty() {
+            mount(Some("none"), &place.path(folder), Some("tmpfs"), flags, Some(options))
+                .expect("root can mount a tmpfs");
+        }
+    }
+    mode("closed", 0o555);
+    let long = format!("{}/file", "x".repeat(256));
+    let checked = std::panic::catch_unwind(|| {
+        for (path, want) in [
+            ("mine", "opening failed: no permission (error 13): you may not write to it: chmod it, or"),
+            ("closed/file", "making it failed: no permission (error 13): make its directory writable"),
+            ("read-only/file", "making it failed: read-only file system (error 30): name a file on another"),
+            ("small/file", "making room failed: no space on its file system (error 28): free some"),
+            ("missing/file", "making it failed: not there (error 2): its directory does not exist"),
+            ("mine/file", "opening failed: no directory (error 20): a part of its path"),
+            (long.as_str(), "opening failed: name too long (error 36): name a file with a shorter path"),
+        ] {
+            let mut command = place.command("session");
+            command.env("CUDA_DEVICE_MEMORY_SHARED_CACHE", place.path(path));
+            prepared(&mut command, || {
+                obey_modes();
+                Ok(())
+            });
+            let (result, said) = start(command);
+            assert_eq!(result, 304, "{path}: {said}");
+            one_line(&said, "UsageFileUnusable");
+            assert!(said.contains(want), "{path}: {said}");
+            assert!(path == "mine" || !place.path(path).exists(), "{path}: a file was left behind");
+        }
+    });
+    for folder in ["small", "read-only"] {
+        umount2(&place.path(folder), MntFlags::MNT_DETACH).unwrap();
+    }
+    checked.unwrap();
+}
+
+/// Answers every call that opens a file or else makes it with `EACCES`, as Linux does for another user's file in a sticky
+/// folder such as /tmp (`fs.protected_regular`, which is not a test's to set).
+fn refuse_open_or_make() -> std::io::Result<()> {
+    use nix::libc;
+    let statement = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let (load, and, equal, answer) = (0x20, 0x54, 0x15, 0x06);
+    let (create, exclusive) = (libc::O_CREAT.unsigned_abs(), libc::O_EXCL.unsigned_abs());
+    let mut filter = [
+        // The call's number, then the low half of its third argument.
+        statement(load, 0, 0, 0),
+        statement(equal, 0, 4, u32::try_from(libc::SYS_openat).unwrap_or(0)),
+        statement(load, 0, 0, 32),
+        statement(and, 0, 0, create | exclusive),
+        statement(equal, 0, 1, create),
+        statement(answer, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EACCES.unsigned_abs()),
+        statement(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: 7, filter: filter.as_mut_ptr() };
+    nix::sys::prctl::set_no_new_privs()?;
+    // SAFETY: the kernel reads the program, which outlives the call.
+    #[expect(unsafe_code, reason = "prepares the child")]
+    let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) };
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn another_users_file_is_opened_and_never_made() {
+    let place = Place::new().limited(64 * MIB);
+    // Without the node's state, which the simulated driver opens or makes.
+    let simulated = || {
+        let mut command = place.command("session");
+        command.env_remove(fake_state::STATE_ENV).env("FAKE_CUDA_CARDS", "h100");
+        command
+    };
+    let command = || {
+        let mut command = simulated();
+        prepared(&mut command, refuse_open_or_make);
+        command
+    };
+    assert_eq!(start(command()), (0, String::new()), "there is no file yet");
+    assert!(place.usage().exists());
+    let mut holder = Session::start(simulated());
+    holder.done("init");
+    assert_eq!(start(command()), (0, String::new()), "the file is there");
+    assert_eq!(place.hot().high_water, 2, "they share it");
+    holder.end();
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn programs_that_start_at_once_make_one_file() {
+    for _ in 0..10 {
+        let place = Place::new().limited(64 * MIB);
+        let mut sessions: Vec<_> = (0..16).map(|_| place.session()).collect();
+        for session in &mut sessions {
+            session.tell("init");
+        }
+        for session in &mut sessions {
+            assert_eq!(session.hear().unwrap(), [0]);
+        }
+        assert_eq!((place.hot().attached, place.hot().high_water), (16, 16));
+    }
+}
+
 /// Takes an open-file-description lock.
 fn lock_byte(file: &File, at: i64) {
     let record = nix::libc::flock {
@@ -387,18 +524,94 @@ fn make_context(mut command: Command) -> (Vec<u64>, Vec<u64>, String) {
 #[test]
 #[ignore = "needs the built library"]
 fn a_limit_that_is_not_in_force_is_told() {
-    let place = Place::new().limited(64 * MIB);
+    const MEMORY: &str = "CUDA_DEVICE_MEMORY_LIMIT_0";
+    const CORES: &str = "CUDA_DEVICE_SM_LIMIT_0";
+    const POLICY: &str = "GPU_CORE_UTILIZATION_POLICY";
+    /// The first program's variables, the second one's, and what the second is told.
+    type Case =
+        (&'static [(&'static str, &'static str)], &'static [(&'static str, &'static str)], &'static str);
+    let cases: [Case; 9] = [
+        (&[(MEMORY, "64m"), (CORES, "30")], &[(MEMORY, "64m"), (CORES, "30")], ""),
+        (&[(MEMORY, "64m")], &[(MEMORY, "32m")], "limits card 0 to 64 MiB, not to 32 MiB: that holds"),
+        (
+            &[(MEMORY, "64m"), (CORES, "30")],
+            &[(MEMORY, "64m"), (CORES, "80")],
+            "30 % of the cores, not to 80 %",
+        ),
+        (
+            &[(MEMORY, "64m"), (CORES, "30")],
+            &[(MEMORY, "64m")],
+            "limits card 0 to 30 % of the cores: that holds",
+        ),
+        (
+            &[(MEMORY, "64m")],
+            &[(MEMORY, "64m"), (CORES, "20")],
+            "does not limit card 0 to 20 % of the cores: ",
+        ),
+        (&[(CORES, "30")], &[(MEMORY, "64m"), (CORES, "30")], "does not limit card 0 to 64 MiB: that holds"),
+        (
+            &[(MEMORY, "64m"), (CORES, "30")],
+            &[(CORES, "10")],
+            "64 MiB, and limits card 0 to 30 % of the cores, not",
+        ),
+        (
+            &[(MEMORY, "64m"), (CORES, "30")],
+            &[(MEMORY, "64m"), (CORES, "10"), (POLICY, "disable")],
+            "30 % of the cores: GPU_CORE_UTILIZATION_POLICY=disable lifts that share for this process alone",
+        ),
+        (&[(MEMORY, "64m")], &[(MEMORY, "64m"), (CORES, "10"), (POLICY, "disable")], ""),
+    ];
+    for (first, second, want) in cases {
+        let place = Place::new();
+        let start = |variables: &[(&str, &str)]| {
+            let mut command = place.command("session");
+            command.envs(variables.iter().copied()).stderr(std::process::Stdio::piped());
+            let mut session = Session::start(command);
+            session.done("init");
+            session
+        };
+        let holder = start(first);
+        let said = end(start(second));
+        holder.end();
+        if want.is_empty() {
+            assert_eq!(said, "", "{first:?} {second:?}");
+        } else {
+            one_line(&said, "LimitOfFile");
+            assert!(said.contains(want), "{first:?} {second:?}: {said}");
+        }
+    }
+    // Of each card.
+    let mut place = Place::new();
+    place.set(MEMORY, "64m");
+    place.set("CUDA_DEVICE_MEMORY_LIMIT_1", "32m");
     let holder = place.ready();
-    let mut same = place.command("session");
-    same.env("CUDA_DEVICE_MEMORY_LIMIT", "64m");
-    assert_eq!(make_context(same).2, "", "the same limit");
     let mut other = place.command("session");
-    other.env("CUDA_DEVICE_MEMORY_LIMIT", "32m");
+    other.env(MEMORY, "1g").env("CUDA_DEVICE_MEMORY_LIMIT_1", "2g");
     let (_, info, said) = make_context(other);
-    assert!(said.lines().all(|line| line.starts_with("mullion: LimitOfFile: ")), "{said}");
-    assert!(said.contains("67108864 bytes, not to 33554432"), "{said}");
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines.len(), 2, "{said}");
+    assert!(
+        lines[0].contains("card 0 to 64 MiB, not to 1024 MiB") && lines[1].contains("card 1 to 32 MiB"),
+        "{said}"
+    );
     assert_eq!(info, [0, 64 * MIB, 64 * MIB]);
     holder.end();
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_limit_of_a_card_that_is_not_there_is_told() {
+    let mut place = Place::new();
+    place.set("CUDA_VISIBLE_DEVICES", "1");
+    let mut command = place.command("session");
+    command.env("CUDA_DEVICE_MEMORY_LIMIT_1", "64m");
+    let (result, said) = start(command);
+    assert_eq!(result, 0);
+    one_line(&said, "LimitOfNoCard");
+    assert!(said.contains("CUDA_DEVICE_MEMORY_LIMIT_1 limits nothing: this process has 1 card(s)"), "{said}");
+    let mut command = place.command("session");
+    command.env("CUDA_DEVICE_MEMORY_LIMIT_0", "64m");
+    assert_eq!(start(command), (0, String::new()));
 }
 
 #[test]
@@ -408,4 +621,6 @@ fn a_limit_that_leaves_no_room_for_a_context_is_told() {
     let (made, _, said) = make_context(place.command("session"));
     assert_eq!(made[0], sessions::OUT_OF_MEMORY);
     one_line(&said, "LimitBelowContext");
+    let want = "card 0: the limit of 4 bytes (CUDA_DEVICE_MEMORY_LIMIT_0) is less than the 64 MiB that a context takes";
+    assert!(said.contains(want), "{said}");
 }

@@ -116,10 +116,7 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TooShort { what, need, found } => {
-                write!(
-                    f,
-                    "the {what} has {found} bytes of the {need} it needs: it was cut; restart the container"
-                )
+                write!(f, "the {what} has {found} bytes of the {need} it needs: it was cut")
             }
             Self::Magic { what, found } => {
                 write!(

@@ -115,15 +115,19 @@ impl fmt::Display for Error<'_> {
         write!(f, "{variable}={}", Shown(value))?;
         match variable {
             Variable::MemoryLimit(_) => f.write_str(
-                " is no size: write a whole number of bytes, or one with k, m or g behind it such as 4g \
-                 (2^10, 2^20, 2^30); 0 or unset is no limit",
+                " is no size: write a whole number of bytes without leading zeros, or one with k, m or g behind it such \
+                 as 4g (2^10, 2^20, 2^30); 0 or unset is no limit",
             ),
             Variable::SmLimit(_) => {
-                f.write_str(" is no percentage: write a whole number from 1 to 100; 0 or unset is no limit")
+                f.write_str(
+                    " is no percentage: write a whole number from 1 to 100 without leading zeros; 0 or unset is no limit",
+                )
             }
             Variable::Policy => f.write_str(" is no policy: write default, force or disable, or unset it"),
             Variable::Priority => {
-                f.write_str(" is no priority: write a whole number, 0 for high, or unset it (1)")
+                f.write_str(
+                    " is no priority: write a whole number without leading zeros, 0 for high, or unset it (1)",
+                )
             }
         }
     }
@@ -162,6 +166,17 @@ impl Settings {
 /// [`Error`] for the first variable that is set to something without a meaning.
 pub(crate) fn read(value_of: impl Fn(Variable) -> Option<&'static [u8]>) -> Result<Settings, Error<'static>> {
     read_from(value_of, sys::variables().map(CStr::to_bytes))
+}
+
+/// The first variable that limits a card of its own, from card `cards` on: this process has none of that number.
+pub(crate) fn beyond<'a>(value_of: impl Fn(Variable) -> Option<&'a [u8]>, cards: usize) -> Option<Variable> {
+    let is_limit = |variable: &Variable| match *variable {
+        Variable::MemoryLimit(_) => value_of(*variable).and_then(size).is_some_and(|bytes| bytes > 0),
+        _ => value_of(*variable).and_then(percent).is_some_and(|percent| (1..100).contains(&percent)),
+    };
+    (cards..MAX_DEVICES)
+        .flat_map(|card| [Variable::MemoryLimit(Some(card)), Variable::SmLimit(Some(card))])
+        .find(is_limit)
 }
 
 fn read_from<'a>(
@@ -359,6 +374,23 @@ mod tests {
     }
 
     #[test]
+    fn a_limit_of_a_card_that_is_not_there_is_found() {
+        for (name, value, cards, want) in [
+            ("CUDA_DEVICE_MEMORY_LIMIT_1", "4g", 1, true),
+            ("CUDA_DEVICE_MEMORY_LIMIT_1", "4g", 2, false),
+            ("CUDA_DEVICE_MEMORY_LIMIT_1", "0", 1, false),
+            ("CUDA_DEVICE_SM_LIMIT_15", "30", 15, true),
+            ("CUDA_DEVICE_SM_LIMIT_15", "100", 15, false),
+            ("CUDA_DEVICE_SM_LIMIT_15", "30", 16, false),
+            ("CUDA_DEVICE_MEMORY_LIMIT", "4g", 1, false),
+        ] {
+            let value_of = |variable: Variable| (variable.to_string() == name).then_some(value.as_bytes());
+            let found = beyond(value_of, cards).map(|variable| variable.to_string());
+            assert_eq!(found.as_deref(), want.then_some(name), "{name}={value}, {cards} cards");
+        }
+    }
+
+    #[test]
     fn without_a_variable_there_is_no_limit() {
         let settings = of(&[]).unwrap();
         assert!(!settings.any());
@@ -395,7 +427,9 @@ mod tests {
     fn an_error_names_the_variable_the_value_and_the_way_out() {
         let text = of(&[("CUDA_DEVICE_MEMORY_LIMIT_3", "16Gi")]).unwrap_err().to_string();
         assert!(text.starts_with("CUDA_DEVICE_MEMORY_LIMIT_3=16Gi is no size: "), "{text}");
-        assert!(text.contains("such as 4g"), "{text}");
+        assert!(text.contains("such as 4g") && text.contains("without leading zeros"), "{text}");
+        let text = of(&[("CUDA_DEVICE_SM_LIMIT", "010")]).unwrap_err().to_string();
+        assert!(text.contains("without leading zeros"), "{text}");
         let text = of(&[("CUDA_DEVICE_SM_LIMIT", "\u{1b}[31m")]).unwrap_err().to_string();
         assert!(text.starts_with(r"CUDA_DEVICE_SM_LIMIT=\x1b[31m is no percentage"), "{text}");
         let long: &'static str = "9".repeat(1000).leak();

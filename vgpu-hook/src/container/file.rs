@@ -9,21 +9,20 @@ use core::ptr::null_mut;
 use core::sync::atomic::AtomicPtr;
 use core::sync::atomic::Ordering::{AcqRel, Acquire};
 
+use mullion_pace::policy::Policy;
 use mullion_region::hami::{self, Layout};
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices, MAX_DEVICES, extension};
 
-use super::environment::Settings;
-use super::refusal::{Notice, Refusal, Text};
+use super::environment::{Limits, Settings};
+use super::refusal::{MAKING, Notice, Refusal, Text};
 use super::slots::{self, UsageFile};
 use super::uuid;
 use super::words::{Page, Region};
 use crate::cuda::CUuuid;
 use crate::sys::{self, Errno, Fd};
 
-/// Linux's `ENOSPC`.
-const NO_SPACE: Errno = Errno(28);
 /// `O_NONBLOCK`: a pipe at the file's place must not stop the program.
 const O_NONBLOCK: i32 = 0o4000;
 
@@ -84,6 +83,12 @@ pub(super) fn open_mounted(path: &'static CStr) -> Result<Opened, Refusal> {
     opened.inspect_err(|_| fd.close())
 }
 
+/// Flags by which a usage file by hand is opened. In a folder for all, such as /tmp, a link at the name may be anybody's
+/// and lead anywhere.
+const BY_HAND: i32 = sys::O_RDWR | sys::O_CLOEXEC | sys::O_NOFOLLOW | O_NONBLOCK;
+/// How often a file by hand is looked for again where somebody makes and removes it.
+const TRIES: usize = 16;
+
 /// Opens the usage file of limits given by hand, makes it if need be, and says what its limits are: those of
 /// `settings` where no process uses the file yet, else the ones in the file for the cards that it has.
 ///
@@ -94,37 +99,68 @@ pub(super) fn open_by_hand(
     settings: &Settings,
     cards: &[CUuuid],
 ) -> Result<(Opened, PageSpec, Fd), Refusal> {
-    let text = Text(path);
-    let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
-    // In a folder for all, such as /tmp, a link at the name may be anybody's and lead anywhere.
-    let flags = sys::O_RDWR | sys::O_CLOEXEC | sys::O_CREAT | sys::O_NOFOLLOW | O_NONBLOCK;
-    let fd = sys::open(path, flags, 0o666).map_err(|errno| unusable("opening", errno))?;
-    let guard = match sys::open(path, sys::O_RDWR | sys::O_CLOEXEC | O_NONBLOCK, 0) {
-        Ok(guard) => guard,
-        Err(errno) => {
-            fd.close();
-            return Err(unusable("opening it again", errno));
-        }
-    };
-    let ready = || -> Result<(Opened, PageSpec), Refusal> {
-        let status = |fd: Fd| fd.status().map_err(|errno| unusable("looking at it", errno));
-        if !status(fd)?.is_file() {
-            return Err(Refusal::FileKind { path: text });
-        }
-        if !slots::begin_setup(guard).map_err(|errno| unusable("locking", errno))? {
-            return Err(Refusal::FileBusy { path: text });
-        }
-        let spec = set_up(fd, text, settings, cards)?;
-        Ok((map(fd, path)?, spec))
-    };
+    let (fd, guard, made) = open_locked(path)?;
+    let ready = || Ok((set_up(fd, Text(path), settings, cards, made)?, map(fd, path)?));
     match ready() {
-        Ok((opened, spec)) => Ok((opened, spec, guard)),
+        Ok((spec, opened)) => Ok((opened, spec, guard)),
         Err(refusal) => {
             guard.close();
             fd.close();
             Err(refusal)
         }
     }
+}
+
+/// The file twice: to map it, and with the setting-up byte held. And whether it was made here.
+fn open_locked(path: &'static CStr) -> Result<(Fd, Fd, bool), Refusal> {
+    let text = Text(path);
+    let unusable = |doing, errno| Refusal::FileUnusable { path: text, doing, errno };
+    let locked = |guard: Fd| {
+        if !guard.status().map_err(|errno| unusable("looking at it", errno))?.is_file() {
+            return Err(Refusal::FileKind { path: text });
+        }
+        if !slots::begin_setup(guard).map_err(|errno| unusable("locking", errno))? {
+            return Err(Refusal::FileBusy { path: text });
+        }
+        Ok(())
+    };
+    for _ in 0..TRIES {
+        let (guard, made) = open_or_make(path).map_err(|(doing, errno)| unusable(doing, errno))?;
+        locked(guard).inspect_err(|_| guard.close())?;
+        // Who made it may have removed it again, for want of space, and somebody else may have made another one.
+        match sys::open(path, BY_HAND, 0) {
+            Ok(fd) if is_same(fd, guard) => return Ok((fd, guard, made)),
+            Ok(fd) => fd.close(),
+            Err(Errno::NOENT) => {}
+            Err(errno) => {
+                guard.close();
+                return Err(unusable("opening it again", errno));
+            }
+        }
+        guard.close();
+    }
+    Err(Refusal::FileBusy { path: text })
+}
+
+fn is_same(one: Fd, other: Fd) -> bool {
+    let name = |fd: Fd| fd.status().map(|status| (status.device, status.inode));
+    name(one).is_ok_and(|found| name(other) == Ok(found))
+}
+
+/// Opens the file, or makes it; never by one call for both: in a folder such as /tmp Linux refuses that for a file of
+/// another user (`fs.protected_regular`), which may be written like any other once it is open.
+fn open_or_make(path: &CStr) -> Result<(Fd, bool), (&'static str, Errno)> {
+    for _ in 0..TRIES {
+        match sys::open(path, BY_HAND, 0) {
+            Err(Errno::NOENT) => {}
+            other => return other.map(|fd| (fd, false)).map_err(|errno| ("opening", errno)),
+        }
+        match sys::open(path, BY_HAND | sys::O_CREAT | sys::O_EXCL, 0o666) {
+            Err(Errno::EXIST) => {}
+            other => return other.map(|fd| (fd, true)).map_err(|errno| (MAKING, errno)),
+        }
+    }
+    Err(("opening", Errno::NOENT))
 }
 
 /// Opens an existing file for looking at it.
@@ -183,14 +219,25 @@ fn check(fd: Fd, path: Text) -> Result<hami::Header, Refusal> {
 }
 
 /// Makes the file this process's own kind, and decides whose limits count. The setting-up byte is held.
-fn set_up(fd: Fd, path: Text, settings: &Settings, cards: &[CUuuid]) -> Result<PageSpec, Refusal> {
+fn set_up(
+    fd: Fd,
+    path: Text,
+    settings: &Settings,
+    cards: &[CUuuid],
+    made: bool,
+) -> Result<PageSpec, Refusal> {
     let unusable = |doing, errno| Refusal::FileUnusable { path, doing, errno };
     let status = fd.status().map_err(|errno| unusable("looking at it", errno))?;
     if status.len == 0 {
         // Everybody who shares the limit may write it, whatever the umask, which is the program's. A file that another
         // user made keeps the mode that it has.
         let _ = fd.set_mode(0o666);
-        return start_over(fd, path, settings, cards, 0);
+        return start_over(fd, path, settings, cards, 0).inspect_err(|_| {
+            // Nobody else uses it: whoever waits for the setting-up byte looks for the file again.
+            if made {
+                let _ = sys::remove(path.0);
+            }
+        });
     }
     match check(fd, path) {
         Ok(header) => {
@@ -308,7 +355,7 @@ fn start_over(
     }
     match fd.allocate(usage::FILE_LEN as u64) {
         Ok(()) => {}
-        Err(NO_SPACE) => return Err(unusable("making room", NO_SPACE)),
+        Err(errno @ (Errno::NOSPC | Errno::DQUOT)) => return Err(unusable("making room", errno)),
         // A file system without that request: a store into the mapping may fail then, as into any other.
         Err(_) => {
             let now = fd.status().map_err(|errno| unusable("looking at it", errno))?;
@@ -340,6 +387,24 @@ fn start_over(
     Ok(page_of(&ours))
 }
 
+/// The limits that an entry stands for.
+fn limits_of(device: &PageDevice) -> Limits {
+    Limits {
+        memory: Some(device.memory_limit).filter(|memory| *memory != NonZeroU64::MAX),
+        core: Some(device.core).filter(|core| *core != CorePercent::WHOLE),
+    }
+}
+
+/// Says so where a card's limits are others than those that this process asked for.
+fn tell_of_file(path: Text, ordinal: usize, held: Limits, asked: Limits, policy: Policy) {
+    // A share that this process lifts for itself is not held.
+    let lifted = held.core.is_some() && policy == Policy::Disable;
+    let same = asked.memory == held.memory && (asked.core == held.core || policy == Policy::Disable);
+    if lifted || !same {
+        Notice::OfFile { path, ordinal, held, asked, lifted }.say();
+    }
+}
+
 /// Others use the file: its limits count, and cards that it lacks are added.
 fn join(
     fd: Fd,
@@ -358,9 +423,8 @@ fn join(
     for (ordinal, card) in cards.iter().enumerate() {
         let (Some(uuid), Some(limits)) = (name_of(*card), settings.cards.get(ordinal)) else { continue };
         if let Some(place) = known.iter().position(|known| *known == Some(*card)) {
-            let held = devices.iter().nth(place).map_or(u64::MAX, |device| device.memory_limit.get());
-            if let Some(asked) = limits.memory.map(NonZeroU64::get).filter(|asked| *asked != held) {
-                Notice::LimitOfFile { path, ordinal, asked, held }.say();
+            if let Some(held) = devices.iter().nth(place).map(limits_of) {
+                tell_of_file(path, ordinal, held, *limits, settings.policy);
             }
             continue;
         }
@@ -387,7 +451,7 @@ fn join(
 fn write(fd: Fd, mut bytes: &[u8], mut offset: u64) -> Result<(), Errno> {
     while !bytes.is_empty() {
         let written = match fd.write_at(bytes, offset) {
-            Ok(0) => return Err(NO_SPACE),
+            Ok(0) => return Err(Errno::NOSPC),
             Err(Errno::INTR) => continue,
             other => other?,
         };

@@ -269,6 +269,9 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
         }
         Limits::ByHand(settings) => {
             let cards = ordinals::cards()?;
+            if let Some(variable) = environment::beyond(value_of, cards.as_slice().len()) {
+                Notice::OfNoCard { variable, cards: cards.as_slice().len() }.say();
+            }
             let (opened, spec, guard) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
             (opened, None, spec, Some(settings), Some(guard))
         }

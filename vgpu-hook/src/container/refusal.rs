@@ -5,7 +5,9 @@ use core::fmt::{self, Write as _};
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
 
-use super::environment;
+use mullion_region::CorePercent;
+
+use super::environment::{self, Limits, Variable};
 use super::uuid;
 use crate::cuda::{CUresult, CUuuid};
 use crate::sys::{self, Errno};
@@ -76,7 +78,7 @@ impl Refusal {
     /// Says it on stderr; `consequence` is what follows. A process that asks again and again is told once, and after that
     /// once a minute at most for each [`Self::code`].
     pub(crate) fn say(&self, consequence: &str) {
-        if !SAID.is_news(self.code(), sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
+        if !SAID.is_news(self.code(), 0, sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
             return;
         }
         let mut line = Line::default();
@@ -85,31 +87,81 @@ impl Refusal {
     }
 }
 
-/// `ENOENT`, `EISDIR`, `ELOOP`.
-const NO_ENTRY: Errno = Errno(2);
-const IS_DIRECTORY: Errno = Errno(21);
-const LINK: Errno = Errno(40);
+/// What failed where there was no usage file and none could be made.
+pub(super) const MAKING: &str = "making it";
 
-/// What a process is told that goes on.
+const SHARED_CACHE: &str = "CUDA_DEVICE_MEMORY_SHARED_CACHE";
+
+/// Linux's numbers, with a word for those that are met with.
+impl fmt::Display for Errno {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let word = match self.0 {
+            1 | 13 => "no permission",
+            2 => "not there",
+            5 => "input/output error",
+            12 => "no memory",
+            20 => "no directory",
+            21 => "a directory",
+            22 => "invalid argument",
+            23 | 24 => "too many open files",
+            28 => "no space on its file system",
+            30 => "read-only file system",
+            36 => "name too long",
+            37 | 38 | 95 => "not supported",
+            40 => "a link",
+            116 => "another file by now",
+            122 => "quota used up",
+            n => return write!(f, "error {n}"),
+        };
+        write!(f, "{word} (error {})", self.0)
+    }
+}
+
+/// The way out for a usage file by hand that cannot be used; the name of the variable that names another follows.
+fn way_out(doing: &str, Errno(errno): Errno) -> &'static str {
+    match errno {
+        1 | 13 if doing == MAKING => "make its directory writable or name another file in ",
+        1 | 13 => "you may not write to it: chmod it, or name another file in ",
+        2 => "its directory does not exist: make it or name another file in ",
+        20 => "a part of its path is no directory: name another file in ",
+        21 => "it is a directory: name a file in ",
+        23 | 24 => "close some or raise `ulimit -n`; it is named by ",
+        28 | 122 => "free some or name a file elsewhere in ",
+        30 | 37 | 38 | 95 => "name a file on another file system in ",
+        36 => "name a file with a shorter path in ",
+        40 => "it is a link: name a file itself in ",
+        _ => "name another file in ",
+    }
+}
+
+/// What a process is told of its limits that goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// The usage file is in use, with another limit than the one that was asked for by hand.
-    LimitOfFile { path: Text, ordinal: usize, asked: u64, held: u64 },
+    /// The usage file is in use, with other limits than those that were asked for by hand; `lifted` where this process
+    /// takes no part in the file's share of the cores.
+    OfFile { path: Text, ordinal: usize, held: Limits, asked: Limits, lifted: bool },
+    /// A variable is the limit of a card that this process does not have.
+    OfNoCard { variable: Variable, cards: usize },
     /// Not even a context fits.
-    LimitBelowContext { limit: u64, needed: u64 },
+    BelowContext { ordinal: usize, by_hand: bool, limit: u64, needed: u64 },
 }
 
 impl Notice {
     const fn code(&self) -> &'static str {
         match self {
-            Self::LimitOfFile { .. } => "LimitOfFile",
-            Self::LimitBelowContext { .. } => "LimitBelowContext",
+            Self::OfFile { .. } => "LimitOfFile",
+            Self::OfNoCard { .. } => "LimitOfNoCard",
+            Self::BelowContext { .. } => "LimitBelowContext",
         }
     }
 
-    /// Says it on stderr, as often as a refusal is said.
+    /// Says it on stderr, as often as a refusal is said; of each card.
     pub(crate) fn say(&self) {
-        if SAID.is_news(self.code(), sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
+        let card = match *self {
+            Self::OfFile { ordinal, .. } | Self::BelowContext { ordinal, .. } => ordinal,
+            Self::OfNoCard { .. } => 0,
+        };
+        if SAID.is_news(self.code(), card, sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
             let mut line = Line::default();
             let _ = write!(line, "{}: {self}", self.code());
             sys::complain(&[line.as_str()]);
@@ -119,17 +171,82 @@ impl Notice {
 
 impl fmt::Display for Notice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::LimitOfFile { path, ordinal, asked, held } => write!(
+        match *self {
+            Self::OfFile { path, ordinal, held, asked, lifted } => {
+                write!(f, "usage file {path} is in use and ")?;
+                let memory = |limits: Limits| limits.memory.map(|memory| Size(memory.get()));
+                let core = |limits: Limits| limits.core.map(Share);
+                let memory_differs = held.memory != asked.memory;
+                if memory_differs {
+                    limits_card(f, ordinal, memory(held), memory(asked))?;
+                }
+                if lifted {
+                    f.write_str(if memory_differs { ", and " } else { "" })?;
+                    limits_card(f, ordinal, core(held), None)?;
+                    return f.write_str(
+                        ": GPU_CORE_UTILIZATION_POLICY=disable lifts that share for this process alone, not for the others",
+                    );
+                }
+                if held.core != asked.core {
+                    f.write_str(if memory_differs { ", and " } else { "" })?;
+                    limits_card(f, ordinal, core(held), core(asked))?;
+                }
+                write!(
+                    f,
+                    ": that holds for this process too; for limits of its own name another file in {SHARED_CACHE}"
+                )
+            }
+            Self::OfNoCard { variable, cards } => write!(
                 f,
-                "usage file {path} is in use and limits card {ordinal} to {held} bytes, not to {asked}: that holds for this \
-                 process too; for a limit of its own name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE"
+                "{variable} limits nothing: this process has {cards} card(s), counted from 0 as CUDA_VISIBLE_DEVICES leaves them; \
+                 write the number that the card has in this process"
             ),
-            Self::LimitBelowContext { limit, needed } => write!(
-                f,
-                "the limit of {limit} bytes is less than the {needed} bytes that a context takes: no program can use the \
-                 card; ask for more"
-            ),
+            Self::BelowContext { ordinal, by_hand, limit, needed } => {
+                write!(f, "card {ordinal}: the limit of {} (", Size(limit))?;
+                if by_hand {
+                    write!(f, "{}", Variable::MemoryLimit(Some(ordinal)))?;
+                } else {
+                    f.write_str("nvidia.com/gpumem")?;
+                }
+                write!(f, ") is less than the {} that a context takes", Size(needed))?;
+                f.write_str(", so no program can use the card: ask for more")
+            }
+        }
+    }
+}
+
+/// Says what limit a card has where another one was asked for.
+fn limits_card<T: fmt::Display>(
+    f: &mut fmt::Formatter<'_>,
+    ordinal: usize,
+    held: Option<T>,
+    asked: Option<T>,
+) -> fmt::Result {
+    match (held, asked) {
+        (Some(held), Some(asked)) => write!(f, "limits card {ordinal} to {held}, not to {asked}"),
+        (Some(held), None) => write!(f, "limits card {ordinal} to {held}"),
+        (None, Some(asked)) => write!(f, "does not limit card {ordinal} to {asked}"),
+        (None, None) => Ok(()),
+    }
+}
+
+/// A share of the cores, in words.
+struct Share(CorePercent);
+
+impl fmt::Display for Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} % of the cores", self.0.get())
+    }
+}
+
+/// An amount of memory, in words.
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            bytes if bytes > 0 && bytes.is_multiple_of(1 << 20) => write!(f, "{} MiB", bytes >> 20),
+            bytes => write!(f, "{bytes} bytes"),
         }
     }
 }
@@ -138,10 +255,10 @@ impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Environment(error) => error.fmt(f),
-            Self::PageUnreadable(Errno(n)) => {
-                write!(f, "{} cannot be read (error {n}): restart the container", super::PAGE_PATH)
+            Self::PageUnreadable(errno) => {
+                write!(f, "{} cannot be read: {errno}: restart the container", super::PAGE_PATH)
             }
-            Self::PageDamaged(error) => write!(f, "{}: {error}", super::PAGE_PATH),
+            Self::PageDamaged(error) => write!(f, "{}: {error}; restart the container", super::PAGE_PATH),
             Self::DriverSilent { call, result } => {
                 write!(f, "{call} failed with {}, so the card's limit cannot be found", result.0)
             }
@@ -157,26 +274,21 @@ impl fmt::Display for Refusal {
                 mullion_region::MAX_DEVICES
             ),
             Self::FileUnusable { path, doing, errno } => {
-                write!(f, "usage file {path}: {doing} failed (error {}): ", errno.0)?;
-                f.write_str(match *errno {
-                    _ if path.is_mounted() => "restart the container",
-                    NO_ENTRY => "its directory does not exist: make it or name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
-                    IS_DIRECTORY => "it is a directory: name a file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
-                    LINK => "it is a link: name a file itself in CUDA_DEVICE_MEMORY_SHARED_CACHE",
-                    _ => "make its directory writable or name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
-                })
+                write!(f, "usage file {path}: {doing} failed: {errno}: ")?;
+                if path.is_mounted() {
+                    return f.write_str("restart the container");
+                }
+                write!(f, "{}{SHARED_CACHE}", way_out(doing, *errno))
             }
             Self::FileKind { path } => {
-                write!(f, "usage file {path} is not a regular file: name another in ")?;
-                f.write_str("CUDA_DEVICE_MEMORY_SHARED_CACHE")
+                write!(f, "usage file {path} is not a regular file: name another in {SHARED_CACHE}")
             }
             Self::FileForeign { path, why } => {
                 write!(f, "usage file {path}: {why}; ")?;
-                f.write_str(if path.is_mounted() {
-                    "restart the container"
-                } else {
-                    "name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE"
-                })
+                if path.is_mounted() {
+                    return f.write_str("restart the container");
+                }
+                write!(f, "name another file in {SHARED_CACHE}")
             }
             Self::ForeignProcess { path, pid } => write!(
                 f,
@@ -191,16 +303,19 @@ impl fmt::Display for Refusal {
             Self::FileBusy { path } => {
                 write!(f, "usage file {path} was being set up by another process for five seconds: try again")
             }
-            Self::Kernel(Errno(n)) => {
-                write!(f, "MADV_WIPEONFORK failed (error {n}): Linux 4.14 or newer is needed")
+            Self::Kernel(errno) => {
+                write!(f, "MADV_WIPEONFORK failed: {errno}: Linux 4.14 or newer is needed")
             }
-            Self::NoMemory(Errno(n)) => write!(f, "no memory for the library's tables (error {n})"),
+            Self::NoMemory(errno) => write!(
+                f,
+                "no room for the library's tables: {errno}: raise the container's memory limit, or `ulimit -v`"
+            ),
         }
     }
 }
 
-/// Which codes were said, by which process and when.
-struct Said([(AtomicU64, AtomicU64); 16]);
+/// Which codes were said, by which process and when. There is room for all refusals, and for notices of each card.
+struct Said([(AtomicU64, AtomicU64); 64]);
 
 static SAID: Said = Said::new();
 
@@ -209,15 +324,16 @@ const AGAIN_AFTER: u64 = 60;
 
 impl Said {
     const fn new() -> Self {
-        Self([const { (AtomicU64::new(0), AtomicU64::new(0)) }; 16])
+        Self([const { (AtomicU64::new(0), AtomicU64::new(0)) }; 64])
     }
 
-    /// Whether process `pid` is to say `code` at `now`, in seconds since the machine's start; notes that it is said. A
-    /// forked child has not said what its parent has. Of two threads at once each may say it.
-    fn is_news(&self, code: &str, pid: i32, now: u64) -> bool {
+    /// Whether process `pid` is to say `code` of `card` at `now`, in seconds since the machine's start; notes that it is
+    /// said. A forked child has not said what its parent has. Of two threads at once each may say it.
+    fn is_news(&self, code: &str, card: usize, pid: i32, now: u64) -> bool {
         // FNV-1a; no two codes share a number.
         let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        let code = code.bytes().fold(0xcbf2_9ce4_8422_2325, step);
+        let card = u8::try_from(card).unwrap_or(u8::MAX);
+        let code = code.bytes().chain([card]).fold(0xcbf2_9ce4_8422_2325, step);
         let own = |place: &&(AtomicU64, AtomicU64)| {
             let found = place.0.compare_exchange(0, code, Relaxed, Relaxed);
             found.is_ok() || found == Err(code)
@@ -250,7 +366,9 @@ const SHOWN: usize = 96;
 impl fmt::Display for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let path = self.0.to_bytes();
-        write!(f, "{}", path.get(..SHOWN).unwrap_or(path).escape_ascii())
+        let shown = path.get(..SHOWN).unwrap_or(path);
+        write!(f, "{}", shown.escape_ascii())?;
+        f.write_str(if shown.len() < path.len() { "..." } else { "" })
     }
 }
 
@@ -322,8 +440,8 @@ mod tests {
             Refusal::DriverSilent { call: "cuDeviceGetCount", result: CUresult(999) },
             Refusal::CardUnknown { ordinal: 1, uuid: CUuuid([7; 16]) },
             Refusal::TooManyCards { found: 17 },
-            Refusal::FileUnusable { path, doing: "open", errno: Errno(30) },
-            Refusal::FileUnusable { path, doing: "open", errno: NO_ENTRY },
+            Refusal::FileUnusable { path, doing: "opening", errno: Errno(30) },
+            Refusal::FileUnusable { path, doing: MAKING, errno: Errno::NOENT },
             Refusal::FileKind { path },
             Refusal::FileForeign { path, why: mullion_region::Error::Magic { what: "usage file", found: 1 } },
             Refusal::ForeignProcess { path, pid: 12 },
@@ -345,46 +463,111 @@ mod tests {
     fn the_way_out_is_one_that_the_reader_can_take() {
         let why = mullion_region::Error::Magic { what: "usage file", found: 1 };
         let (by_hand, mounted) = (Text(c"/etc/passwd"), Text(super::super::USAGE));
-        let unusable = |path, errno| Refusal::FileUnusable { path, doing: "opening", errno };
+        let cut = mullion_region::Error::TooShort { what: "usage file", need: 8192, found: 4096 };
+        let unusable = |path, doing, errno| Refusal::FileUnusable { path, doing, errno: Errno(errno) };
         for (refusal, way) in [
             (
                 Refusal::FileForeign { path: by_hand, why },
                 "name another file in CUDA_DEVICE_MEMORY_SHARED_CACHE",
             ),
-            (Refusal::FileForeign { path: mounted, why }, "restart the container"),
-            (unusable(by_hand, NO_ENTRY), "its directory does not exist"),
-            (unusable(by_hand, IS_DIRECTORY), "it is a directory"),
-            (unusable(by_hand, LINK), "it is a link"),
-            (unusable(by_hand, Errno(13)), "make its directory writable"),
-            (unusable(mounted, Errno(13)), "restart the container"),
+            (Refusal::FileForeign { path: by_hand, why: cut }, "it was cut; name another file in CUDA_"),
+            (Refusal::FileForeign { path: mounted, why: cut }, "it was cut; restart the container"),
+            (Refusal::PageDamaged(cut), "it was cut; restart the container"),
+            (unusable(by_hand, MAKING, 2), "its directory does not exist"),
+            (unusable(by_hand, "opening", 21), "it is a directory"),
+            (unusable(by_hand, "opening", 40), "it is a link"),
+            (unusable(by_hand, "opening", 13), "no permission (error 13): you may not write to it: chmod it"),
+            (unusable(by_hand, MAKING, 13), "no permission (error 13): make its directory writable"),
+            (unusable(by_hand, MAKING, 30), "read-only file system (error 30): name a file on another"),
+            (unusable(by_hand, "making room", 28), "no space on its file system (error 28): free some"),
+            (unusable(by_hand, "opening", 36), "name too long (error 36): name a file with a shorter path"),
+            (unusable(by_hand, "opening", 71), "error 71: name another file in"),
+            (unusable(mounted, "opening", 13), "no permission (error 13): restart the container"),
         ] {
             let text = refusal.to_string();
             assert!(text.contains(way) && !text.contains("remove"), "{text}");
+            assert!(text.matches("restart the container").count() < 2, "{text}");
         }
-        let notices = [
-            Notice::LimitOfFile { path: by_hand, ordinal: 0, asked: 1 << 30, held: 4 << 30 },
-            Notice::LimitBelowContext { limit: 4, needed: 400 << 20 },
-        ];
-        for notice in notices {
-            assert!(notice.to_string().len() < 300, "{notice}");
+    }
+
+    fn limits(memory: u64, core: u8) -> Limits {
+        Limits { memory: core::num::NonZeroU64::new(memory), core: CorePercent::new(core).ok() }
+    }
+
+    #[test]
+    fn the_limits_of_a_file_are_told_with_those_that_were_asked_for() {
+        const GIB: u64 = 1 << 30;
+        let path = Text(c"/f");
+        for (held, asked, lifted, want) in [
+            (limits(4 * GIB, 0), limits(GIB, 0), false, "limits card 1 to 4096 MiB, not to 1024 MiB: that"),
+            (limits(0, 0), limits(GIB, 0), false, "does not limit card 1 to 1024 MiB: that"),
+            (limits(GIB, 0), limits(0, 0), false, "limits card 1 to 1024 MiB: that"),
+            (
+                limits(0, 30),
+                limits(0, 80),
+                false,
+                "limits card 1 to 30 % of the cores, not to 80 % of the cores: that",
+            ),
+            (limits(0, 30), limits(0, 0), false, "limits card 1 to 30 % of the cores: that"),
+            (limits(0, 0), limits(0, 20), false, "does not limit card 1 to 20 % of the cores: that"),
+            (
+                limits(GIB, 30),
+                limits(7, 0),
+                false,
+                "limits card 1 to 1024 MiB, not to 7 bytes, and limits card 1 to 30 % of the cores: that",
+            ),
+            (
+                limits(0, 30),
+                limits(0, 30),
+                true,
+                "limits card 1 to 30 % of the cores: GPU_CORE_UTILIZATION_POLICY=",
+            ),
+        ] {
+            let text = Notice::OfFile { path, ordinal: 1, held, asked, lifted }.to_string();
+            let rest = text.strip_prefix("usage file /f is in use and ").unwrap();
+            assert!(rest.starts_with(want), "{text}");
         }
+    }
+
+    #[test]
+    fn a_notice_fits_a_line() {
+        let path = Text(c"/a/path/that/is/longer/than/a/message/repeats/0123456789/0123456789/0123456789/0123456789/0123456789");
+        let (held, asked) = (limits(u64::MAX - 1, 30), limits(u64::MAX - 2, 80));
+        for notice in [
+            Notice::OfFile { path, ordinal: 15, held, asked, lifted: false },
+            Notice::OfFile { path, ordinal: 15, held, asked, lifted: true },
+            Notice::OfNoCard { variable: Variable::MemoryLimit(Some(15)), cards: 15 },
+            Notice::BelowContext { ordinal: 15, by_hand: true, limit: 4, needed: 400 << 20 },
+        ] {
+            let text = notice.to_string();
+            assert!(text.len() + notice.code().len() + 2 < Line::default().bytes.len(), "{text}");
+        }
+        let notice = Notice::BelowContext { ordinal: 0, by_hand: false, limit: 100 << 20, needed: 400 << 20 };
+        let want =
+            "card 0: the limit of 100 MiB (nvidia.com/gpumem) is less than the 400 MiB that a context takes";
+        assert!(notice.to_string().starts_with(want), "{notice}");
+        let notice = Notice::BelowContext { ordinal: 1, by_hand: true, limit: 4, needed: 9 };
+        let want = "card 1: the limit of 4 bytes (CUDA_DEVICE_MEMORY_LIMIT_1) is less";
+        assert!(notice.to_string().starts_with(want), "{notice}");
     }
 
     #[test]
     fn the_same_is_said_once_by_each_process_and_once_a_minute_after_that() {
         let said = Said::new();
-        for (pid, code, now, want) in [
-            (7, "LimitInvalid", 0, true),
-            (7, "LimitInvalid", 0, false),
-            (7, "LimitInvalid", 59, false),
-            (7, "SlotsFull", 59, true),
-            (7, "LimitInvalid", 60, true),
-            (7, "LimitInvalid", 61, false),
-            (8, "LimitInvalid", 61, true),
-            (8, "LimitInvalid", 62, false),
-            (8, "SlotsFull", 62, true),
+        for (pid, code, card, now, want) in [
+            (7, "LimitInvalid", 0, 0, true),
+            (7, "LimitInvalid", 0, 0, false),
+            (7, "LimitInvalid", 0, 59, false),
+            (7, "SlotsFull", 0, 59, true),
+            (7, "SlotsFull", 1, 59, true),
+            (7, "SlotsFull", 1, 59, false),
+            (7, "LimitInvalid", 0, 60, true),
+            (7, "LimitInvalid", 0, 61, false),
+            (8, "LimitInvalid", 0, 61, true),
+            (8, "LimitInvalid", 0, 62, false),
+            (8, "SlotsFull", 0, 62, true),
         ] {
-            assert_eq!(said.is_news(code, pid, now), want, "{code} by {pid} at {now}");
+            assert_eq!(said.is_news(code, card, pid, now), want, "{code} {card} by {pid} at {now}");
         }
     }
 
@@ -396,5 +579,7 @@ mod tests {
         }
         assert_eq!(line.as_str().len(), 480);
         assert_eq!(Text(c"/tmp/\x1b[0m").to_string(), r"/tmp/\x1b[0m");
+        let long = Text(c"/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789");
+        assert_eq!(long.to_string().strip_suffix("...").map(str::len), Some(SHOWN));
     }
 }

@@ -81,10 +81,9 @@ pub(crate) fn in_use(region: Region) -> core::ops::Range<usize> {
 impl UsageFile {
     /// The file at `path`, which `fd` is open on and `region` is mapped from.
     pub(crate) fn new(path: &'static CStr, status: Status, region: Region) -> Result<Self, Errno> {
-        const ENAMETOOLONG: Errno = Errno(36);
         let bytes = path.to_bytes_with_nul();
         let mut copy = [0; PATH_LEN];
-        copy.get_mut(..bytes.len()).ok_or(ENAMETOOLONG)?.copy_from_slice(bytes);
+        copy.get_mut(..bytes.len()).ok_or(Errno::NAMETOOLONG)?.copy_from_slice(bytes);
         Ok(Self { path: copy, shown: Text(path), device: status.device, inode: status.inode, region })
     }
 
@@ -197,7 +196,7 @@ impl UsageFile {
         put(words::MARK_AT, &words::owner_mark(slot).to_le_bytes());
         let offset = usage::slot_offset(slot).unwrap_or(usage::SLOTS_AT) as u64;
         if fd.write_at(&image, offset)? != image.len() {
-            return Err(Errno(28));
+            return Err(Errno::NOSPC);
         }
         let count = i32::try_from(slot + 1).unwrap_or(i32::MAX);
         self.region.hami_tail().proc_num.fetch_max(count, AcqRel);

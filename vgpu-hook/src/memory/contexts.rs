@@ -147,7 +147,7 @@ impl<'c> Making<'c> {
             let paid = charge::advance(container, card, known);
             if paid.is_none() {
                 charge::refused(card);
-                tell_if_too_large(card, known);
+                tell_if_too_large(container, card, known);
             }
             paid
         };
@@ -174,7 +174,7 @@ impl<'c> Making<'c> {
                 learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
             }
             if !charge_context(container, card, paid, bytes) {
-                tell_if_too_large(card, bytes);
+                tell_if_too_large(container, card, bytes);
                 release();
                 card.memory.free(paid);
                 return false;
@@ -189,9 +189,10 @@ impl<'c> Making<'c> {
 
 /// A program that cannot even make a context sees no more than that the card is full.
 #[cold]
-fn tell_if_too_large(card: &Card, needed: u64) {
+fn tell_if_too_large(container: &Container, card: &Card, needed: u64) {
     if let Some(limit) = card.limit().filter(|limit| *limit < needed) {
-        Notice::LimitBelowContext { limit, needed }.say();
+        let ordinal = container.device(card).and_then(|device| usize::try_from(device).ok()).unwrap_or(0);
+        Notice::BelowContext { ordinal, by_hand: container.by_hand, limit, needed }.say();
     }
 }
 

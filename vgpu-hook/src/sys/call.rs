@@ -93,6 +93,7 @@ pub(super) mod number {
     pub(in crate::sys) const CLOCK_GETTIME: isize = 228;
     pub(in crate::sys) const EXIT_GROUP: isize = 231;
     pub(in crate::sys) const OPENAT: isize = 257;
+    pub(in crate::sys) const UNLINKAT: isize = 263;
     pub(in crate::sys) const FALLOCATE: isize = 285;
 }
 
@@ -100,6 +101,7 @@ pub(super) mod number {
 #[cfg(target_arch = "aarch64")]
 pub(super) mod number {
     pub(in crate::sys) const FCNTL: isize = 25;
+    pub(in crate::sys) const UNLINKAT: isize = 35;
     pub(in crate::sys) const FTRUNCATE: isize = 46;
     pub(in crate::sys) const FALLOCATE: isize = 47;
     pub(in crate::sys) const FCHMOD: isize = 52;
