@@ -26,9 +26,11 @@
 //!   default).
 //! * A process that never asks: one without the library.
 //!
-//! The crate is `no_std`, allocates nothing, uses no floating point and has no `unsafe`.
+//! The crate is `no_std`, allocates nothing but in the agent's [`Meter`], uses no floating point and has no `unsafe`.
 
 #![no_std]
+
+extern crate alloc;
 
 mod bucket;
 mod cost;

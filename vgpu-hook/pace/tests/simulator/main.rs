@@ -9,8 +9,10 @@
 )]
 
 mod card;
+mod neighbours;
 mod world;
 
+use mullion_pace::policy::Policy;
 use mullion_pace::{AHEAD_NS, Size};
 use world::{Container, Habit, MS, Nvml, Outcome, Process, S, Scenario, US, process, run};
 
@@ -31,6 +33,7 @@ fn scenario(containers: Vec<Container>) -> Scenario {
         containers,
         nvml: PLAIN,
         events: true,
+        policy: Policy::Force,
         agent_dead: 0..0,
         start_up: START_UP,
     }
@@ -43,9 +46,10 @@ fn tenants(of: &[(u32, Process)]) -> Vec<Container> {
 fn show(name: &str, scenario: &Scenario, outcomes: &[Outcome]) {
     for (c, o) in scenario.containers.iter().zip(outcomes) {
         println!(
-            "{name}: limit {} got {:.1} start-up excess {:.2} s, starved {} ms, scale {:.2}",
+            "{name}: limit {} got {:.1} (held {:.1}) start-up excess {:.2} s, starved {} ms, scale {:.2}",
             c.percent,
             o.share,
+            o.held,
             o.excess,
             o.starved / MS,
             o.scale
@@ -142,6 +146,38 @@ fn processes_of_one_container_share_its_bucket() {
     );
 }
 
+/// With short windows the samples of many processes are many: all of them count.
+#[test]
+fn many_busy_processes_are_seen_and_steered() {
+    let tiny = |kernel| Process { size: Size { blocks: 1, threads: 32 }, ..process(SYNC, kernel) };
+    for n in [12, 32] {
+        let mut s = scenario(vec![
+            Container { percent: 30, processes: vec![tiny(20 * MS); n] },
+            Container { percent: 70, processes: vec![process(DEEP, MS)] },
+        ]);
+        s.nvml.window = S / 6;
+        s.events = false;
+        s.start_up = GUESS_START_UP;
+        let outcomes = run(&s, MEASURE);
+        show(&format!("{n} processes"), &s, &outcomes);
+        for (c, o) in s.containers.iter().zip(&outcomes) {
+            let error = (o.share - f64::from(c.percent)).abs();
+            assert!(error <= 3.0, "{n} processes: {} got {:.1}", c.percent, o.share);
+        }
+    }
+}
+
+/// A function of which the launches differ by a factor of a hundred: whatever one of them is charged, the scale makes it a share.
+#[test]
+fn long_and_short_launches_of_one_function_by_turns() {
+    let mut load = process(DEEP, 10 * US);
+    load.mixed = Some((2, MS));
+    let s = scenario(tenants(&[(30, load)]));
+    let outcomes = run(&s, MEASURE);
+    show("10 us and 1 ms by turns", &s, &outcomes);
+    assert!((outcomes[0].share - 30.0).abs() <= 3.0, "{:.1}", outcomes[0].share);
+}
+
 #[test]
 fn graphs_only() {
     let graph = |nodes, kernel| Process { graph: nodes, ..process(DEEP, kernel) };
@@ -209,7 +245,7 @@ fn without_an_agent_nobody_gets_more_than_its_share() {
 #[test]
 fn a_tenant_that_pauses_comes_back_at_its_share() {
     let mut paused = process(DEEP, MS);
-    paused.duty = 50;
+    paused.duty = (5, 10);
     let s = scenario(tenants(&[(40, paused)]));
     let outcomes = run(&s, MEASURE);
     show("5 s of 10", &s, &outcomes);

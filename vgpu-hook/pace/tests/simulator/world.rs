@@ -4,9 +4,10 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::sync::atomic::AtomicU64;
 
+use mullion_pace::policy::{self, Activity, PERIOD_NS, Policy, STAMP_NS, Task};
 use mullion_pace::{
-    Admission, Bucket, Correction, Costs, Key, Meter, Observation, Progress, Reading, SCALE_ONE, SLICE_NS,
-    Size, Steer, Terms, guess_ns,
+    Admission, Bucket, Correction, Costs, Key, MAX_WINDOW_NS, Meter, Observation, Progress, Reading,
+    SCALE_ONE, SLICE_NS, Size, Steer, Terms, guess_ns,
 };
 
 use crate::card::{Card, Kernel};
@@ -20,7 +21,11 @@ const TICK: u64 = 4 * MS;
 /// A sleeper wakes this much late.
 const SLACK: u64 = 60 * US;
 /// The agent's period.
-pub const PERIOD: u64 = 900 * MS;
+pub const PERIOD: u64 = PERIOD_NS;
+/// Launches after which a process looks at its stamps, as in the library.
+const STAMP_EVERY: u32 = 64;
+/// A sample of so many percent shows a container at work, as in the agent.
+const BUSY_PERCENT: u32 = 50;
 const BURST: u64 = 50 * MS;
 
 #[derive(Clone, Copy, Debug)]
@@ -43,8 +48,16 @@ pub struct Process {
     pub then: Option<(u64, u64)>,
     /// They are of the same function as before.
     pub same: bool,
-    /// At work only in this part of each ten seconds, in percent.
-    pub duty: u64,
+    /// At work only in the first so many seconds of each so many.
+    pub duty: (u64, u64),
+    /// One launch in so many takes this long instead, by the same function.
+    pub mixed: Option<(u64, u64)>,
+}
+
+impl Process {
+    fn at_work(&self, since: u64) -> bool {
+        since % (self.duty.1 * S) < self.duty.0 * S
+    }
 }
 
 pub fn process(habit: Habit, kernel: u64) -> Process {
@@ -55,7 +68,8 @@ pub fn process(habit: Habit, kernel: u64) -> Process {
         graph: 0,
         then: None,
         same: false,
-        duty: 100,
+        duty: (1, 1),
+        mixed: None,
     }
 }
 
@@ -87,6 +101,8 @@ pub struct Scenario {
     pub nvml: Nvml,
     /// Events can be used to measure launches.
     pub events: bool,
+    /// When a container is held to its share; `Force` is always.
+    pub policy: Policy,
     /// No agent in this time.
     pub agent_dead: std::ops::Range<u64>,
     /// Left out of the figures.
@@ -98,6 +114,8 @@ pub struct Scenario {
 pub struct Outcome {
     /// Share of the card after the start-up, in percent.
     pub share: f64,
+    /// The same over the time in which all were at work, and it was held to its share.
+    pub held: f64,
     /// Time on the card in the start-up beyond the share, in s.
     pub excess: f64,
     /// Longest time without a launch while a process waited for one, after the start-up.
@@ -125,6 +143,13 @@ struct Proc {
     /// First measurements under way: when they were launched.
     flying: BTreeMap<u64, u64>,
     window_busy: u64,
+    /// Launches.
+    count: u64,
+    /// Charged, and not in the container's word yet.
+    spent: i64,
+    /// The heartbeat that it saw last, and the launches until it looks at its stamps all the same.
+    beat: u64,
+    left: u32,
 }
 
 struct Cont {
@@ -135,11 +160,32 @@ struct Cont {
     waits: u64,
     waited: u64,
     launches: u64,
-    spent: u64,
+    spent: i64,
     last_go: u64,
     starved: u64,
     longest: u64,
     busy_at_start: u64,
+    switch: i32,
+    /// When it last stamped that it launched.
+    stamp: Option<u64>,
+    /// The newest sample that shows it at work.
+    busy_at: u64,
+    /// Time on the card and time, while all were at work and it was held.
+    held: (u64, u64),
+    busy_before: u64,
+}
+
+impl Cont {
+    fn task(&self, now: u64, policy: Policy) -> Task {
+        let age_ns = if self.waited > 0 { Some(0) } else { self.stamp.map(|at| now - at) };
+        Task {
+            priority: 1,
+            cards: 1,
+            activity: Activity::Launched { age_ns },
+            busy: now - self.busy_at <= MAX_WINDOW_NS,
+            policy,
+        }
+    }
 }
 
 /// Runs a scenario for its start-up and `measure` after it.
@@ -156,6 +202,10 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 waiting_since: None,
                 flying: BTreeMap::new(),
                 window_busy: 0,
+                count: 0,
+                spent: 0,
+                beat: 0,
+                left: 0,
             });
         }
     }
@@ -175,6 +225,11 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             starved: 0,
             longest: 0,
             busy_at_start: 0,
+            switch: 1,
+            stamp: None,
+            busy_at: 0,
+            held: (0, 0),
+            busy_before: 0,
         })
         .collect();
     let terms = |percent: u32, scale| Terms { scale, rate: u64::from(percent) * 10_000_000, burst: BURST };
@@ -187,6 +242,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
         (0..procs.len()).map(|p| Reverse((zero + random.below(10 * MS), p))).collect();
     let (mut next_agent, mut last_agent) = (zero + PERIOD, zero);
     let mut next_window = zero + scenario.nvml.window;
+    let (mut next_second, mut told) = (zero + S, zero);
     // Samples: when they can be read, container, process, time stamp, percent.
     let mut listed: Vec<(u64, usize, usize, u64, u32)> = Vec::new();
     let mut bunch = 0;
@@ -194,7 +250,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
 
     while card.now < end {
         let next_host = events.peek().map_or(u64::MAX, |Reverse((t, _))| *t);
-        let next = next_host.min(next_agent).min(next_window).min(end);
+        let next = next_host.min(next_agent).min(next_window).min(next_second).min(end);
         if let Some(process) = card.run_until(next) {
             let think = match procs[process].plan.habit {
                 Habit::Sync { think } => think + 5 * US,
@@ -211,6 +267,19 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 c.busy_at_start = busy(&card, &procs, i);
                 c.starved = 0;
             }
+        }
+        if now == next_second || now == next_agent {
+            next_second = zero + (now - zero) / S * S + S;
+            // What was so since it was last told.
+            let together = procs.iter().all(|p| p.plan.at_work(told - zero));
+            for (i, c) in conts.iter_mut().enumerate() {
+                let busy = busy(&card, &procs, i);
+                if together && c.switch != 0 && told >= zero + scenario.start_up {
+                    c.held = (c.held.0 + busy - c.busy_before, c.held.1 + now - told);
+                }
+                c.busy_before = busy;
+            }
+            told = now;
         }
         if now == next_window {
             next_window += scenario.nvml.window;
@@ -239,10 +308,15 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                             return true;
                         }
                         conts[*c].meter.push(u32::try_from(*p).unwrap(), *at, *percent);
+                        if *percent >= BUSY_PERCENT {
+                            conts[*c].busy_at = conts[*c].busy_at.max(*at);
+                        }
                         false
                     });
                 }
+                let tasks: Vec<Task> = conts.iter().map(|c| c.task(now, scenario.policy)).collect();
                 for (i, c) in conts.iter_mut().enumerate() {
+                    c.switch = policy::decide(&tasks, i).unwrap().switch;
                     let reading = if answered { c.meter.take(now) } else { Reading::Missing };
                     let seen = Observation {
                         reading,
@@ -251,7 +325,11 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                         waited_ns: c.waited,
                         elapsed_ns: now - last_agent,
                     };
-                    c.steer = c.steer.spent(c.spent).step(scenario.containers[i].percent, &seen);
+                    c.steer = if c.meter.held(c.switch != 0, now) {
+                        c.steer.spent(c.spent).step(scenario.containers[i].percent, &seen)
+                    } else {
+                        Steer::new(c.scale)
+                    };
                     c.scale = c.steer.scale();
                     (c.waits, c.waited, c.launches, c.spent) = (0, 0, 0, 0);
                 }
@@ -260,13 +338,23 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
         } else if let Some(Reverse((_, p))) = events.pop() {
             let proc = &mut procs[p];
             let (plan, container) = (proc.plan, proc.container);
-            let phase = (now - zero) % (10 * S);
-            if phase >= plan.duty * S / 10 {
+            if !plan.at_work(now - zero) {
                 proc.waiting_since = None;
-                events.push(Reverse((now + 10 * S - phase, p)));
+                let round = plan.duty.1 * S;
+                events.push(Reverse((now + round - (now - zero) % round, p)));
                 continue;
             }
             let cont = &mut conts[container];
+            if proc.waiting_since.is_none() {
+                if proc.left == 0 || proc.beat != last_agent {
+                    (proc.left, proc.beat) = (STAMP_EVERY, last_agent);
+                    cont.spent += std::mem::take(&mut proc.spent);
+                    if cont.stamp.is_none_or(|at| now - at >= STAMP_NS) {
+                        cont.stamp = Some(now);
+                    }
+                }
+                proc.left -= 1;
+            }
             let terms = terms(scenario.containers[container].percent, cont.scale);
             let size = plan.size;
             let later = u64::from(!plan.same && plan.then.is_some_and(|(at, _)| now - zero >= at));
@@ -280,9 +368,12 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 Some(Kernel { started: None, .. }) => Progress::Queued,
                 Some(Kernel { started: Some(at), .. }) => Progress::Running(now - at),
             };
-            let quote = proc.costs.quote(key, scenario.events, guess, progress);
+            let throttled = scenario.policy.throttles(cont.switch);
+            let quote = throttled.then(|| proc.costs.quote(key, scenario.events, guess, progress));
             let coarse = now / TICK * TICK;
-            match Bucket::over(&cont.tat).admit(coarse, quote.ns, terms) {
+            let admission =
+                quote.map_or(Admission::Go, |quote| Bucket::over(&cont.tat).admit(coarse, quote.ns, terms));
+            match admission {
                 Admission::Wait(ns) => {
                     if proc.waiting_since.is_none() {
                         cont.waits += 1;
@@ -295,20 +386,24 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                     events.push(Reverse((now + sleep, p)));
                 }
                 Admission::Go => {
-                    proc.costs.book(&quote);
+                    if let Some(quote) = &quote {
+                        proc.costs.book(quote);
+                        proc.spent += i64::try_from(quote.ns).unwrap();
+                    }
                     cont.launches += 1;
-                    cont.spent += quote.ns;
+                    proc.count += 1;
                     if let Some(since) = proc.waiting_since.take() {
                         cont.starved = cont.starved.max(now - since.max(cont.last_go));
                     }
                     cont.last_go = now;
-                    let kernel =
-                        plan.then.filter(|(at, _)| now - zero >= *at).map_or(plan.kernel, |(_, k)| k);
+                    let then = plan.then.filter(|(at, _)| now - zero >= *at).map(|(_, kernel)| kernel);
+                    let mixed = plan.mixed.filter(|(every, _)| proc.count.is_multiple_of(*every));
+                    let kernel = mixed.map(|(_, kernel)| kernel).or(then).unwrap_or(plan.kernel);
                     let mean = kernel * plan.graph.max(1);
                     let left = mean * 4 / 5 + random.below(mean * 2 / 5 + 1);
                     cont.longest = cont.longest.max(left);
-                    let sample = quote.sample.then_some(key);
-                    if sample.is_some() && !quote.known {
+                    let sample = quote.filter(|quote| quote.sample).map(|_| key);
+                    if sample.is_some() && !quote.is_some_and(|quote| quote.known) {
                         proc.flying.entry(key.get()).or_insert(now);
                     }
                     card.queues[p].push_back(Kernel { left, sample, started: None });
@@ -328,6 +423,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
         .enumerate()
         .map(|(i, c)| Outcome {
             share: seconds(busy(&card, &procs, i) - c.busy_at_start) * 100.0 / seconds(measure),
+            held: seconds(c.held.0) * 100.0 / seconds(c.held.1.max(1)),
             excess: seconds(c.busy_at_start)
                 - seconds(scenario.start_up) * f64::from(scenario.containers[i].percent) / 100.0,
             starved: c.starved,
@@ -355,10 +451,20 @@ fn settle(
         let cont = &conts[proc.container];
         let terms = terms(scenario.containers[proc.container].percent, cont.scale);
         let (bucket, coarse) = (Bucket::over(&cont.tat), card.now / TICK * TICK);
-        match proc.costs.measured(done.key, done.ns) {
+        let correction = proc.costs.measured(done.key, done.ns);
+        if !scenario.policy.throttles(cont.switch) {
+            continue;
+        }
+        match correction {
             Correction::None => {}
-            Correction::Charge(ns) => bucket.charge(coarse, ns, terms),
-            Correction::Refund(ns) => bucket.refund(coarse, ns, terms),
+            Correction::Charge(ns) => {
+                bucket.charge(coarse, ns, terms);
+                proc.spent += i64::try_from(ns).unwrap();
+            }
+            Correction::Refund(ns) => {
+                bucket.refund(coarse, ns, terms);
+                proc.spent -= i64::try_from(ns).unwrap();
+            }
         }
     }
 }
