@@ -33,11 +33,13 @@ impl Fault {
 impl std::fmt::Display for Fault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { code, text } = self;
-        write!(
-            f,
-            "usage file {USAGE_IN_CONTAINER} cannot be used ({code}: {text}). A process that starts in the container \
-             is not let at its cards (cuInit fails), and what the others hold is not counted. Restart the container, \
-             or delete the pod: it then has a new file"
+        write!(f, "usage file {USAGE_IN_CONTAINER} cannot be used ({code}: {text}). ")?;
+        // Locks keep the agent from the file, not the library.
+        if *code != Unreadable::Locked.code() {
+            f.write_str("A process that starts in the container is not let at its cards (cuInit fails). ")?;
+        }
+        f.write_str(
+            "What processes hold is not counted. Restart the container, or delete the pod: it then has a new file",
         )
     }
 }

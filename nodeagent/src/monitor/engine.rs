@@ -4,6 +4,7 @@ mod act;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use mullion_audit::Event as AuditEvent;
 use mullion_core::units::AllocationUid;
@@ -13,14 +14,14 @@ use mullion_pace::{Reading, Steer};
 use crate::cgroup::Cgroups;
 use crate::monitor::damage::{Damage, Fault};
 use crate::monitor::escape::{Bypass, Suspicion};
-use crate::monitor::files::{Folder, Ours, Unreadable, UsageFile};
+use crate::monitor::files::{Allowance, Folder, Ours, Unreadable, UsageFile};
 use crate::monitor::gauge::Gauge;
 use crate::monitor::minute::Minute;
 use crate::monitor::processes::{Processes, container_cgroup};
 use crate::monitor::reapers::Reapers;
 use crate::monitor::snapshot::{Card, Measured, Snapshot};
 use crate::monitor::target::{Granted, Key, Target};
-use crate::monitor::usage::{ContainerUsage, of_foreign, of_ours};
+use crate::monitor::usage::{CardUsage, ContainerUsage, of_foreign, of_ours};
 use crate::nvml::sample::{CardSample, Sample};
 use crate::prepare::files::USAGE_FILE;
 
@@ -29,6 +30,9 @@ const AHEAD_NS: u64 = 1_000_000_000;
 
 /// Pause between two searches for a container's cgroup.
 const SEARCH_NS: u64 = 3_000_000_000;
+
+/// How long a usage file is left alone on which there were too many locks.
+const LOCKED_NS: u64 = 60_000_000_000;
 
 /// Both clocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,6 +63,8 @@ pub struct Rules {
     pub policy: Policy,
     /// Memory in bytes that each process is granted beyond what was accounted for.
     pub margin: u64,
+    /// Time of a processor for the locks of one container's file, in one look.
+    pub locks: Duration,
 }
 
 /// What is known of an allocation's limits.
@@ -147,6 +153,8 @@ struct Kept {
     /// The library was seen at work, in this run of the container or in a former one.
     seen_at_work: bool,
     minute: Minute,
+    /// Until when the file is left alone, for the locks on it: `CLOCK_MONOTONIC` in ns.
+    locked_ns: u64,
     /// When HAMi's countdown was last moved, `CLOCK_MONOTONIC` in ns.
     counted_ns: u64,
     granted: Option<Granted>,
@@ -157,10 +165,26 @@ struct Kept {
 struct KeptCard {
     gauge: Gauge,
     steer: Option<Steer>,
+    /// The library's counters as of the last look; `None` before the first one.
+    counted: Option<Counted>,
+    /// The most card time that was shown as charged.
+    shown_ns: u64,
+}
+
+/// What a container's library counted on one card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Counted {
     waits: u64,
     wait_ns: u64,
     spent_ns: u64,
     last_launch_ns: u64,
+}
+
+impl Counted {
+    fn of(usage: &CardUsage) -> Self {
+        let CardUsage { waits, wait_ns, spent_ns, last_launch_ns, .. } = *usage;
+        Self { waits, wait_ns, spent_ns, last_launch_ns }
+    }
 }
 
 /// A container while it is looked at.
@@ -168,6 +192,8 @@ struct Scene<'a> {
     target: &'a Target,
     file: Option<UsageFile>,
     ours: Option<Ours>,
+    /// What is left for the locks of the file.
+    allowance: Allowance,
     usage: Result<ContainerUsage, Unreadable>,
     measured: Vec<Measured>,
     readings: Vec<Reading>,
@@ -225,6 +251,11 @@ impl Engine {
         let mut looked = Looked::default();
         self.end(targets, &mut looked);
         self.reapers.bury(now.mono_ns);
+
+        // First of all, so that no container's sign of life depends on how long another's files keep the agent busy.
+        for granted in targets.iter().filter_map(|target| target.grant.as_ref()) {
+            act::tend(&self.places.pages.join(&granted.page), now.mono_ns);
+        }
 
         let folder = Folder::open(&self.places.containers);
         let mut scenes: Vec<Scene<'_>> = Vec::with_capacity(targets.len());
@@ -310,10 +341,12 @@ impl Engine {
         kept.granted.clone_from(&target.grant);
         let memory = |card: &str| self.memory(card);
         let mut ours = None;
+        let mut allowance = Allowance::new(self.rules.locks);
         let usage = match (&file, problem) {
             (None, problem) => Err(problem.unwrap_or(Unreadable::Missing)),
+            (Some(_), _) if now.mono_ns < kept.locked_ns => Err(Unreadable::Locked),
             (Some(file), _) => match &target.grant {
-                Some(granted) => file.ours(granted.limits.len()).map(|read| {
+                Some(granted) => file.ours(granted.limits.len(), &mut allowance).map(|read| {
                     let usage = of_ours(&read, &granted.limits, memory);
                     ours = Some(read);
                     usage
@@ -336,6 +369,7 @@ impl Engine {
             target,
             file,
             ours,
+            allowance,
             usage,
             measured: Vec::with_capacity(names.len()),
             readings: Vec::with_capacity(names.len()),
@@ -386,9 +420,14 @@ impl Engine {
         let cards =
             scene.measured.iter().filter(has).filter_map(|m| bit(&m.card)).fold(0, |all, bit| all | bit);
         let activity = match (&scene.usage, &scene.ours) {
-            // Who waits for the bucket launches as soon as it may.
-            (Ok(usage), Some(_)) if self.waits(scene.target, usage) => Activity::Launched { age_ns: Some(0) },
-            (Ok(usage), Some(_)) => Activity::Launched { age_ns: age(now, usage) },
+            // Who waits for the bucket launches as soon as it may; and who launched since the last look did, however long ago
+            // that was.
+            (Ok(usage), Some(_)) => {
+                let age_ns = age(now, usage);
+                let launched = age_ns.is_some() && self.is_new(scene.target, usage, |c| c.last_launch_ns);
+                let at_work = launched || self.is_new(scene.target, usage, |c| c.wait_ns);
+                Activity::Launched { age_ns: if at_work { Some(0) } else { age_ns } }
+            }
             // HAMi's library writes the time once a second, its countdown for others; what says more wins.
             (Ok(usage), None) => match age(now, usage) {
                 Some(age) if age <= policy::ACTIVE_NS => Activity::Launched { age_ns: Some(age) },
@@ -410,11 +449,13 @@ impl Engine {
         Task { priority, cards, activity, busy: scene.busy_now, policy }
     }
 
-    /// Whether launches of a container waited since the last look.
-    fn waits(&self, target: &Target, usage: &ContainerUsage) -> bool {
+    /// Whether a counter of a container's has grown on some card since the last look. At the first one nobody knows.
+    fn is_new(&self, target: &Target, usage: &ContainerUsage, counter: fn(&Counted) -> u64) -> bool {
         let before = self.kept.get(&target.key()).map(|kept| &kept.cards);
         let mut cards = before.into_iter().flatten().zip(&usage.cards);
-        cards.any(|(before, card)| card.wait_ns > before.wait_ns)
+        cards.any(|(before, now)| {
+            before.counted.is_some_and(|before| counter(&Counted::of(now)) > counter(&before))
+        })
     }
 }
 

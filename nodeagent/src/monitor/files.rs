@@ -8,12 +8,14 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use mullion_region::extension::{self, Hot, Slot};
 use mullion_region::hami::{self, Header, Layout, Process, Write};
 use mullion_region::usage::{EXTENSION_AT, FILE_LEN, SLOTS};
 use nix::fcntl::{FcntlArg, OFlag, OpenHow, ResolveFlag, fcntl, openat2};
 use nix::libc;
+use nix::time::{ClockId, clock_gettime};
 
 /// Why a usage file tells nothing.
 #[derive(Debug, thiserror::Error)]
@@ -35,6 +37,11 @@ pub enum Unreadable {
         "more than one file is called *.cache, or hundreds lie there: HAMi's library makes one; remove the others"
     )]
     Ambiguous,
+    /// So many locks lie on it that looking for those of its slots takes too long.
+    #[error(
+        "so many locks lie on the usage file that it takes too long to look at them: its tenant put them there"
+    )]
+    Locked,
     /// The system refuses.
     #[error("the usage file cannot be read: see the node's log of its disk")]
     Io {
@@ -58,6 +65,7 @@ impl Unreadable {
             Self::Link => "UsageLink",
             Self::NotPlain { .. } => "UsageNotPlain",
             Self::Ambiguous => "UsageAmbiguous",
+            Self::Locked => "UsageLocked",
             Self::Io { .. } => "UsageUnreadable",
             Self::Content { source } => source.code(),
         }
@@ -84,6 +92,33 @@ impl From<nix::Error> for Unreadable {
     fn from(errno: nix::Error) -> Self {
         io::Error::from(errno).into()
     }
+}
+
+/// How long this thread may work at the locks of one file. The kernel goes through all locks of a file for each question
+/// about one, and a tenant can put down any number. By the time that the thread ran: a busy node is nobody's fault.
+#[derive(Debug)]
+pub struct Allowance {
+    until: Duration,
+    /// It was not enough.
+    pub is_used_up: bool,
+}
+
+impl Allowance {
+    /// One that begins now.
+    #[must_use]
+    pub fn new(most: Duration) -> Self {
+        Self { until: thread_time().saturating_add(most), is_used_up: false }
+    }
+
+    /// Whether there is some left for one more question.
+    pub fn is_left(&mut self) -> bool {
+        self.is_used_up |= thread_time() > self.until;
+        !self.is_used_up
+    }
+}
+
+fn thread_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from).unwrap_or_default()
 }
 
 /// An open usage file.
@@ -224,7 +259,7 @@ impl UsageFile {
     ///
     /// # Errors
     /// [`Unreadable`].
-    pub fn ours(&self, cards: usize) -> Result<Ours, Unreadable> {
+    pub fn ours(&self, cards: usize, allowance: &mut Allowance) -> Result<Ours, Unreadable> {
         let mut head = [0; hami::HEAD_LEN];
         let head = self.some(0, &mut head)?;
         let mut tail = [0; hami::TAIL_LEN];
@@ -235,7 +270,7 @@ impl UsageFile {
         let hot = extension::read_hot(bytes)?;
         let mut alive: Vec<Alive> = Vec::new();
         let mut bytes = vec![0; Layout::V1_2.slot_size()];
-        for slot in self.owned(hot.high_water)? {
+        for slot in self.owned(hot.high_water, allowance)? {
             let Some(at) = Layout::V1_2.slot_offset(slot) else { continue };
             let process = Layout::V1_2.read_slot(self.some(at, &mut bytes)?)?;
             alive.push(Alive { slot, process, cards: Vec::with_capacity(cards) });
@@ -281,8 +316,8 @@ impl UsageFile {
     /// Slots below `end` whose byte is locked, lowest first: their owners live, whatever the file says.
     ///
     /// # Errors
-    /// The system's word.
-    pub fn owned(&self, end: usize) -> io::Result<Vec<usize>> {
+    /// [`Unreadable`], also where there is more to ask than is allowed.
+    pub fn owned(&self, end: usize, allowance: &mut Allowance) -> Result<Vec<usize>, Unreadable> {
         let mut owned = Vec::new();
         let mut open = vec![(0, end.min(SLOTS))];
         // Whoever asks is told of one lock in the range, and not of the first one.
@@ -303,6 +338,9 @@ impl UsageFile {
             owned.extend(first..behind);
             open.push((from, first));
             open.push((behind, to));
+            if !allowance.is_left() {
+                return Err(Unreadable::Locked);
+            }
         }
         owned.sort_unstable();
         Ok(owned)

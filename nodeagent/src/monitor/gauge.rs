@@ -21,6 +21,12 @@ pub struct Gauge {
 }
 
 impl Gauge {
+    /// Tells whether the container is held to its share from now on. True where the last reading says something of that
+    /// share.
+    pub fn held(&mut self, held: bool, now: Now) -> bool {
+        self.meter.held(held, now.unix_ns)
+    }
+
     /// What the driver says of a container on one card, and whether something of it runs now.
     pub fn measure(
         &mut self,
@@ -103,6 +109,26 @@ mod tests {
             }
             let idle = usize::try_from(busy_for).unwrap_or(0) + 4;
             assert!(shown.iter().skip(idle).all(|shown| *shown == Some(0)), "{busy_for} s: {shown:?}");
+        }
+    }
+
+    /// With windows of 1/6 s many processes have many samples, and none is left out.
+    #[test]
+    fn many_busy_processes_are_shown() {
+        for count in [1, 8, 40] {
+            let processes = Processes { inside: (1..=count).map(|pid| (pid, 1)).collect() };
+            let mut gauge = Gauge::default();
+            let mut shown = None;
+            for second in 100..110_u64 {
+                // The driver answers with all windows of the last ten seconds.
+                let windows = (100 * 6..=second * 6).map(|window| window * 1_000_000 / 6);
+                let busy =
+                    windows.flat_map(|at_us| (1..=count).map(move |pid| Busy { pid, at_us, sm: 80 / count }));
+                let sample = CardSample { busy: Some(busy.collect()), ..CardSample::default() };
+                let now = Now { unix_ns: second * 1_000_000_000, mono_ns: second * 1_000_000_000 };
+                shown = gauge.measure(now, "GPU-a".into(), Some(&sample), Some(&processes)).0.per_mille;
+            }
+            assert!(shown.is_some_and(|shown| (795..=900).contains(&shown)), "{count}: {shown:?}");
         }
     }
 

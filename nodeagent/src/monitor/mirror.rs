@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use mullion_region::hami::{self, Layout};
 use tracing::debug;
 
-use crate::monitor::files::{Ours, UsageFile};
+use crate::monitor::files::{Allowance, Ours, UsageFile};
 use crate::monitor::processes::Processes;
 use crate::monitor::snapshot::Measured;
 use crate::monitor::target::Target;
@@ -20,6 +20,7 @@ pub fn mirror(
     kept: &mut Option<BTreeSet<usize>>,
     processes: &Processes,
     target: &Target,
+    allowance: &mut Allowance,
 ) {
     let alive: BTreeSet<usize> = ours.alive.iter().map(|a| a.slot).collect();
     // At the first look, whatever was ever claimed.
@@ -63,6 +64,9 @@ pub fn mirror(
         if ours.hot.foreign == 0 {
             let dead: Vec<usize> = uncleared.difference(&alive).copied().collect();
             for slot in dead {
+                if !allowance.is_left() {
+                    break;
+                }
                 // Somebody may have it just now: a new owner, or a process that takes its charges off.
                 if file.free(slot, measured.len())? {
                     uncleared.remove(&slot);

@@ -54,6 +54,9 @@ pub const PERIOD: Duration = Duration::from_nanos(policy::PERIOD_NS);
 /// Measurements of processes are asked for from so long ago on: drivers were seen to enter some 9 s late.
 const BACK_US: u64 = 10_000_000;
 
+/// Time of a processor for the locks of one container's file: a container of a thousand processes needs some milliseconds.
+const LOCKS: Duration = Duration::from_millis(100);
+
 /// How long a look waits for the driver.
 const PATIENCE: Duration = Duration::from_millis(600);
 
@@ -216,7 +219,7 @@ pub fn engine_with(settings: &Settings, program: &Path) -> Engine {
         program: program.to_owned(),
     };
     let policy = if settings.container.disable_core_limit { Policy::Disable } else { Policy::Default };
-    let rules = Rules { policy, margin: escape::MARGIN };
+    let rules = Rules { policy, margin: escape::MARGIN, locks: LOCKS };
     Engine::new(places, rules, Cgroups::new(settings.cgroup_mount.clone(), &settings.cgroup_root))
 }
 

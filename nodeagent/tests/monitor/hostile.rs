@@ -4,13 +4,15 @@ use std::fs;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, symlink};
 
+use mullion_audit::Event;
+use mullion_nodeagent::monitor::engine::Looked;
 use mullion_region::hami::{Layout, PRE_V0_LEN};
 use mullion_region::{extension, usage};
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
 
 use crate::common::tenant::Tenant;
-use crate::common::{MIB, Node, container, hami, lines, sample, scrape};
+use crate::common::{MIB, Node, S, container, hami, lines, sample, scrape};
 
 const GIB: u64 = 1 << 30;
 
@@ -218,4 +220,59 @@ fn a_lease_stops_nobody() {
     assert!(from.elapsed() < std::time::Duration::from_secs(20), "{:?}", from.elapsed());
     assert!(container(&looked.snapshot, "lessee", "main").usage.is_err());
     assert!(container(&looked.snapshot, "neighbour", "main").usage.is_ok());
+}
+
+/// The kernel goes through all locks of a file for each question about one: who puts down too many is left alone for a
+/// minute, and said to have spoiled his file. His neighbours are looked after as ever.
+#[test]
+fn whoever_puts_down_too_many_locks_is_left_alone() {
+    let mut node = Node::new();
+    for pod in ["bad", "good"] {
+        node.pod(pod, &["main"], &[("GPU-0", 4096, 30)]);
+    }
+    // Nothing is allowed, so that one lock is too many.
+    node.allow(std::time::Duration::ZERO);
+    let mut bad = Tenant::start(&node.usage_path("bad", "main"));
+    bad.hold(0, 100 * MIB);
+    let usage = |looked: &Looked, pod: &str| container(&looked.snapshot, pod, "main").usage.clone();
+    let first = node.look(None);
+    assert!(first.file_turns.is_empty(), "once proves nothing");
+    let second = node.look(None);
+    for looked in [&first, &second] {
+        assert_eq!(usage(looked, "bad").unwrap_err(), "UsageLocked");
+        assert!(usage(looked, "good").is_ok());
+    }
+    let [Event::UsageFileDamaged { container, code, .. }] = second.rows.as_slice() else {
+        panic!("{:?}", second.rows)
+    };
+    assert_eq!((container.as_str(), code.as_str()), ("main", "UsageLocked"));
+    let text = second.file_turns[0].fault.as_ref().unwrap().to_string();
+    assert!(text.contains("so many locks") && !text.contains("cuInit"), "{text}");
+    for pod in ["bad", "good"] {
+        assert_eq!(node.page(pod, "main").heartbeat_ns, 100 * S + node.passed, "{pod}: a sign of life");
+    }
+    // Not even asked again within the minute.
+    bad.kill();
+    for passed in [20, 20, 15] {
+        assert_eq!(usage(&node.look_after(passed * S, None), "bad").unwrap_err(), "UsageLocked");
+    }
+    assert!(usage(&node.look_after(10 * S, None), "bad").is_ok());
+    // Another file is another start of the container.
+    let mut bad = Tenant::start(&node.usage_path("bad", "main"));
+    bad.hold(0, 100 * MIB);
+    assert!(usage(&node.look(None), "bad").is_err());
+    node.write("bad", "main", &crate::common::grant_name("bad", "main"), &[("GPU-0", 4096, 30)]);
+    assert!(usage(&node.look(None), "bad").is_ok());
+}
+
+/// What is written for readers of HAMi's fields takes locks, too.
+#[test]
+fn slots_of_the_dead_are_freed_within_the_same_time() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    node.allow(std::time::Duration::ZERO);
+    let file = node.usage("p", "main");
+    file.put32(usage::EXTENSION_AT + extension::HIGH_WATER_AT, 64);
+    assert!(container(&node.look(None).snapshot, "p", "main").usage.is_ok());
+    assert_eq!(container(&node.look(None).snapshot, "p", "main").usage, Err("UsageLocked"));
 }

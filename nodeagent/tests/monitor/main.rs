@@ -7,6 +7,7 @@ mod common;
 mod driver;
 mod hostile;
 mod limits;
+mod pace;
 mod series;
 
 /// Not a test: what a process of a tenant does, when another test starts this one as its process.

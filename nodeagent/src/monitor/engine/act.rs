@@ -11,7 +11,7 @@ use mullion_pace::{Observation, Reading, Steer};
 use mullion_region::hami;
 use tracing::debug;
 
-use super::{Engine, FileTurn, Kept, Looked, Now, Scene, Turn, Verdict, minute_row};
+use super::{Counted, Engine, FileTurn, Kept, LOCKED_NS, Looked, Now, Scene, Turn, Verdict, minute_row};
 use crate::monitor::damage::Fault;
 use crate::monitor::escape::{Bypass, Held, bypass};
 use crate::monitor::files::{Unreadable, UsageFile};
@@ -32,19 +32,19 @@ impl Engine {
         decision: policy::Decision,
         looked: &mut Looked,
     ) {
-        let Scene { target, file, ours, usage, mut measured, readings, .. } = scene;
+        let Scene { target, file, ours, mut allowance, mut usage, mut measured, readings, .. } = scene;
         let mut gated = false;
         if let (Some(file), Ok(usage)) = (&file, &usage) {
             gated = self.feed_back(now, file, usage, kept, decision, target);
             if let Some(ours) = &ours {
-                mirror(file, ours, &measured, &mut kept.uncleared, &kept.processes, target);
+                mirror(file, ours, &measured, &mut kept.uncleared, &kept.processes, target, &mut allowance);
             }
+        }
+        if allowance.is_used_up {
+            kept.locked_ns = now.mono_ns.saturating_add(LOCKED_NS);
         }
         if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
             self.pace(now, elapsed_ns, granted, usage, kept, decision, &readings, &mut measured);
-        } else if let Some(granted) = &target.grant {
-            // Nothing to go by, but the library must know that somebody looks after it.
-            tend(&self.places.pages.join(&granted.page), now.mono_ns, &[]);
         }
         let on_cards: BTreeSet<u32> = measured.iter().flat_map(|m| m.by_process.keys().copied()).collect();
         if !on_cards.is_empty() && target.grant.is_some() {
@@ -56,6 +56,11 @@ impl Engine {
             if let Some(over) = kept.minute.look(now.unix_ns, &usage.cards, &busy) {
                 looked.rows.push(minute_row(target, granted, over));
             }
+        }
+        // What was paid back turns no counter back.
+        for (kept, card) in kept.cards.iter_mut().zip(usage.iter_mut().flat_map(|u| &mut u.cards)) {
+            kept.shown_ns = kept.shown_ns.max(card.spent_ns);
+            card.spent_ns = kept.shown_ns;
         }
         looked.snapshot.containers.push(Container {
             pod: target.pod.clone(),
@@ -124,6 +129,24 @@ impl Engine {
         readings: &[Reading],
         measured: &mut [Measured],
     ) {
+        // What was seen is taken in also where the page cannot be opened, for what is new at the next look is told by it.
+        let mut observations = Vec::with_capacity(usage.cards.len());
+        for ((kept, usage), reading) in kept.cards.iter_mut().zip(&usage.cards).zip(readings) {
+            let counted = Counted::of(usage);
+            let before = kept.counted.replace(counted).unwrap_or(counted);
+            let seen = Observation {
+                reading: *reading,
+                launched: counted.last_launch_ns != before.last_launch_ns
+                    || counted.spent_ns != before.spent_ns,
+                waits: counted.waits.saturating_sub(before.waits),
+                waited_ns: counted.wait_ns.saturating_sub(before.wait_ns),
+                elapsed_ns,
+            };
+            // Less than nothing where a measurement showed that launches had paid too much.
+            let spent_ns = counted.spent_ns.wrapping_sub(before.spent_ns).cast_signed();
+            // A container that runs freely is not measured against its share.
+            observations.push(kept.gauge.held(decision.switch != 0, now).then_some((spent_ns, seen)));
+        }
         let path = self.places.pages.join(&granted.page);
         let mut page = match Page::open(&path) {
             Ok(page) => page,
@@ -134,23 +157,15 @@ impl Engine {
         };
         let mut scales = Vec::with_capacity(usage.cards.len());
         let devices: Vec<_> = page.spec.devices.iter().copied().collect();
-        let cards = kept.cards.iter_mut().zip(&usage.cards).zip(readings).zip(measured);
-        for (place, (((kept, usage), reading), measured)) in cards.enumerate() {
+        let cards = kept.cards.iter_mut().zip(observations).zip(measured);
+        for (place, ((kept, observed), measured)) in cards.enumerate() {
             let Some(device) = devices.get(place) else { continue };
             let known = kept.steer.filter(|steer| steer.scale() == device.scale.get());
             let steer = known.unwrap_or_else(|| Steer::new(device.scale.get()));
-            let seen = Observation {
-                reading: *reading,
-                launched: usage.last_launch_ns != kept.last_launch_ns || usage.spent_ns != kept.spent_ns,
-                waits: usage.waits.saturating_sub(kept.waits),
-                waited_ns: usage.wait_ns.saturating_sub(kept.wait_ns),
-                elapsed_ns,
+            let steer = match observed {
+                Some((spent_ns, seen)) => steer.spent(spent_ns).step(device.core.get().into(), &seen),
+                None => Steer::new(steer.scale()),
             };
-            (kept.waits, kept.wait_ns) = (usage.waits, usage.wait_ns);
-            (kept.spent_ns, kept.last_launch_ns) = (usage.spent_ns, usage.last_launch_ns);
-            // A container that runs freely is not measured against its share.
-            let steer =
-                if decision.switch == 0 { steer } else { steer.step(device.core.get().into(), &seen) };
             kept.steer = Some(steer);
             measured.scale = Some(steer.scale());
             scales.extend(NonZeroU32::new(steer.scale()).map(|scale| (place, scale)));
@@ -221,8 +236,9 @@ impl Engine {
     }
 }
 
-fn tend(path: &Path, now_ns: u64, scales: &[(usize, NonZeroU32)]) {
-    if let Err(error) = Page::open(path).and_then(|mut page| page.tend(now_ns, scales)) {
+/// Says on a control page that somebody looks after the container.
+pub(super) fn tend(path: &Path, now_ns: u64) {
+    if let Err(error) = Page::open(path).and_then(|mut page| page.tend(now_ns, &[])) {
         debug!(?path, %error, "control page not written");
     }
 }

@@ -80,7 +80,7 @@ const SLICES: &[OfSlice] = &[
     ),
     (
         "mullion_container_launch_cost_seconds",
-        "Time of the card charged to launches: an estimate.",
+        "Time of the card charged to launches, less what was paid back to them: an estimate.",
         COUNTER,
         |s| s.usage.map(|u| Shown::Seconds(u.spent_ns)),
     ),

@@ -9,6 +9,7 @@ use std::fs::File;
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use mullion_core::request::ComputeWishes;
 use mullion_crds::gpunode::Card;
@@ -16,10 +17,12 @@ use mullion_crds::vgpuallocation::{
     ContainerAllocation, Device, Kind, PodReference, VGPUAllocation, VGPUAllocationSpec,
 };
 use mullion_nodeagent::audit::Audit;
+use mullion_nodeagent::cgroup::Cgroups;
 use mullion_nodeagent::config::{Args, Settings};
 use mullion_nodeagent::health::Known;
 use mullion_nodeagent::metrics::{Metrics, registry};
-use mullion_nodeagent::monitor::engine::{Engine, Looked, Now};
+use mullion_nodeagent::monitor::engine::{Engine, Looked, Now, Places, Rules};
+use mullion_nodeagent::monitor::escape::MARGIN;
 use mullion_nodeagent::monitor::export::Exporter;
 use mullion_nodeagent::monitor::snapshot::{Container, Snapshot};
 use mullion_nodeagent::monitor::{Latest, engine_with, target};
@@ -27,6 +30,7 @@ use mullion_nodeagent::nvml::sample::{Busy, CardSample, ProcessMemory, Sample};
 use mullion_nodeagent::prepare::files;
 use mullion_nodeagent::state::Grant;
 use mullion_nodeagent::world::{ContainerSeen, PodSeen, Shared, World};
+use mullion_pace::policy::Policy;
 use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices, extension, usage};
 use prometheus_client::registry::Registry;
@@ -75,6 +79,18 @@ impl Node {
         let world = World { node: "node-a".into(), pods: Some(BTreeMap::new()), ..World::default() };
         let engine = engine_with(&settings, Path::new(env!("CARGO_BIN_EXE_mullion-nodeagent")));
         Self { root, settings, world, engine, passed: 0 }
+    }
+
+    /// How long the agent may work at the locks of one file.
+    pub fn allow(&mut self, locks: Duration) {
+        let places = Places {
+            containers: self.settings.containers_dir(),
+            pages: self.settings.pages_dir(),
+            proc: "/proc".into(),
+            program: "/bin/false".into(),
+        };
+        let cgroups = Cgroups::new(self.settings.cgroup_mount.clone(), &self.settings.cgroup_root);
+        self.engine = Engine::new(places, Rules { policy: Policy::Default, margin: MARGIN, locks }, cgroups);
     }
 
     /// A pod of one running container each with the same slices, as `PreStartContainer` leaves it.

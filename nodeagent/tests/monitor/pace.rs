@@ -1,0 +1,134 @@
+//! How containers are held to their shares, over many looks.
+
+use mullion_nodeagent::monitor::engine_with;
+use mullion_region::{extension, usage};
+
+use crate::common::{Node, S, container, grant_name, sample};
+
+const ONE: u32 = 1 << 16;
+
+fn scale(node: &Node, pod: &str) -> u32 {
+    node.page(pod, "main").devices.iter().next().unwrap().scale.get()
+}
+
+fn switch(node: &Node, pod: &str) -> i32 {
+    node.usage(pod, "main").number(usage::UTILIZATION_SWITCH_AT)
+}
+
+/// Two containers with 30 % of one card.
+fn two() -> Node {
+    let mut node = Node::new();
+    for pod in ["p", "q"] {
+        node.pod(pod, &["main"], &[("GPU-0", 1024, 30)]);
+    }
+    node.processes("p", "main", &[std::process::id()]);
+    node
+}
+
+/// Looks while `pods` launch; the driver sees `p` on the card for `percent` of the time.
+fn looks(node: &mut Node, looks: usize, pods: &[&str], percent: u32) {
+    for _ in 0..looks {
+        for pod in pods {
+            node.usage(pod, "main").launch(node.unix_ns() + S / 2);
+        }
+        let busy = ("GPU-0", std::process::id(), 300, percent);
+        let told = sample(&["GPU-0"], &[busy], node.unix_ns() + S / 2);
+        node.look(Some(&told));
+    }
+}
+
+/// Alone it may use the whole card, and that is no reason to hold it shorter when somebody comes.
+#[test]
+fn what_a_container_used_while_it_was_alone_is_not_held_against_it() {
+    let mut node = two();
+    for visit in 0..20 {
+        looks(&mut node, 8, &["p"], 100);
+        assert_eq!(switch(&node, "p"), 0);
+        // Two seconds of windows that began while it was held are more than this.
+        looks(&mut node, 3, &["p", "q"], 100);
+        assert_eq!(switch(&node, "p"), 1);
+        assert_eq!(scale(&node, "p"), ONE, "visit {visit}");
+    }
+    looks(&mut node, 8, &["p", "q"], 100);
+    assert!(scale(&node, "p") > ONE, "whoever stays is steered by");
+}
+
+/// A container that runs freely is shown as it runs.
+#[test]
+fn what_a_container_uses_is_shown_while_it_is_not_held() {
+    let mut node = two();
+    looks(&mut node, 8, &["p"], 80);
+    looks(&mut node, 2, &["p", "q"], 80);
+    looks(&mut node, 8, &["p"], 60);
+    let told = sample(&["GPU-0"], &[("GPU-0", std::process::id(), 300, 60)], node.unix_ns() + S / 2);
+    let looked = node.look(Some(&told));
+    let per_mille = container(&looked.snapshot, "p", "main").measured[0].per_mille.unwrap();
+    assert!((590..640).contains(&per_mille), "{per_mille}");
+}
+
+/// Kernels too long to be held to the share: a higher scale would not help, and starve what comes after.
+#[test]
+fn the_scale_goes_no_further_than_what_the_library_charged_calls_for() {
+    for (charged, paid_back, most) in [(9, 0, 4 * ONE), (9, 9, u32::MAX)] {
+        let mut node = two();
+        let mut spent = 0_i64;
+        for look in 0..60_i64 {
+            // In tenths of a second, 90 % of the time; what a measurement pays back comes later.
+            spent += charged - if look % 2 == 1 { 2 * paid_back } else { 0 };
+            let ns = spent * i64::try_from(S / 10).unwrap();
+            node.usage("p", "main").count(0, extension::SPENT_NS_AT, ns.cast_unsigned());
+            looks(&mut node, 1, &["p", "q"], 90);
+        }
+        let scale = scale(&node, "p");
+        assert!(scale > 2 * ONE && scale <= most, "{charged} {paid_back}: {scale}");
+        assert!(paid_back == 0 || scale > 8 * ONE, "nothing was charged, net: {scale}");
+    }
+}
+
+/// A counter never goes back, whatever a measurement pays back.
+#[test]
+fn what_was_charged_is_shown_as_a_counter() {
+    let mut node = two();
+    let mut shown = Vec::new();
+    for spent in [5, 9, 8, 10] {
+        node.usage("p", "main").count(0, extension::SPENT_NS_AT, spent * S);
+        let looked = node.look(None);
+        shown.push(container(&looked.snapshot, "p", "main").usage.as_ref().unwrap().cards[0].spent_ns / S);
+    }
+    assert_eq!(shown, [5, 9, 9, 10]);
+}
+
+/// Whoever waited once does not wait for ever: not to an agent that starts anew, and not where its page is gone.
+#[test]
+fn a_wait_counts_once() {
+    let mut node = two();
+    node.usage("q", "main").count(0, extension::WAIT_NS_AT, S);
+    let anew = |node: &mut Node| {
+        node.engine =
+            engine_with(&node.settings, std::path::Path::new(env!("CARGO_BIN_EXE_mullion-nodeagent")));
+    };
+    anew(&mut node);
+    looks(&mut node, 1, &["p"], 100);
+    assert_eq!(switch(&node, "p"), 0, "nobody knows when it waited");
+    std::fs::remove_file(node.settings.pages_dir().join(grant_name("q", "main"))).unwrap();
+    node.usage("q", "main").count(0, extension::WAIT_NS_AT, 2 * S);
+    looks(&mut node, 1, &["p"], 100);
+    assert_eq!(switch(&node, "p"), 1);
+    looks(&mut node, 1, &["p"], 100);
+    assert_eq!(switch(&node, "p"), 0, "it waits no more");
+}
+
+/// A driver that is slow to answer makes looks late: whoever launched in between was at work all the same.
+#[test]
+fn a_late_look_takes_nobody_for_idle() {
+    let mut node = two();
+    looks(&mut node, 2, &["p", "q"], 30);
+    for _ in 0..5 {
+        for pod in ["p", "q"] {
+            // Its next launch renews the stamp with the heartbeat, thus soon after a look.
+            node.usage(pod, "main").launch(node.unix_ns() + S / 10);
+        }
+        node.look_after(S * 3 / 2, None);
+        assert_eq!(["p", "q"].map(|pod| switch(&node, pod)), [1, 1]);
+    }
+}
