@@ -8,6 +8,7 @@ pub mod driver_files;
 pub mod files;
 pub mod grant;
 pub mod library;
+mod turns;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -30,6 +31,7 @@ use crate::world::{Driver, Refused, Shared};
 use driver_files::{DriverSpec, Finder};
 pub use grant::{CardView, Given, Question, Refusal, decide};
 use library::{Library, Unusable};
+use turns::{Ticket, Turns};
 
 /// Where the container finds its control page.
 pub const PAGE_IN_CONTAINER: &str = "/usr/local/vgpu/control.page";
@@ -45,8 +47,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const CHECKPOINT_PATIENCE: Duration = Duration::from_secs(2);
 /// Pause between two looks at it.
 const CHECKPOINT_PAUSE: Duration = Duration::from_millis(25);
-/// Locks of pods: two calls about one pod write the same files.
-const LOCKS: usize = 32;
 
 /// Prepares containers.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ pub struct Preparer {
     audit: Audit,
     finder: Arc<Finder>,
     library: Arc<Library>,
-    locks: [tokio::sync::Mutex<()>; LOCKS],
+    turns: Turns,
 }
 
 impl Preparer {
@@ -71,30 +71,30 @@ impl Preparer {
         finder: Arc<Finder>,
         library: Arc<Library>,
     ) -> Self {
-        let locks = std::array::from_fn(|_| tokio::sync::Mutex::default());
-        Self { settings, shared, state, audit, finder, library, locks }
+        Self { settings, shared, state, audit, finder, library, turns: Turns::default() }
     }
 
     /// Prepares every container that owns exactly `ids`. An init container and a later one of the same pod can share a
     /// set, and the kubelet does not say which of them it is about to start: each has its own grant, so all that may
     /// start are prepared, and one is enough for a good answer.
     ///
-    /// What was begun is brought to its end even where the kubelet gives the call up: its next one finds the answer.
+    /// What was begun is brought to its end even where the kubelet gives the call up, unless its next one has done so by then.
     ///
     /// # Errors
     /// The [`Refusal`] of the first owner when none may start.
     pub async fn prepare(self: &Arc<Self>, ids: BTreeSet<String>) -> Result<(), Refusal> {
         let this = Arc::clone(self);
-        let done = tokio::spawn(async move { this.owned_by(ids).await }.in_current_span()).await;
+        let ticket = self.turns.come();
+        let done = tokio::spawn(async move { this.owned_by(ids, ticket).await }.in_current_span()).await;
         done.unwrap_or_else(|source| Err(Refusal::Failed { source: Error::Broken { source } }))
     }
 
-    async fn owned_by(&self, ids: BTreeSet<String>) -> Result<(), Refusal> {
+    async fn owned_by(&self, ids: BTreeSet<String>, ticket: Ticket) -> Result<(), Refusal> {
         let deadline = Instant::now() + PATIENCE;
         let mut refused = Vec::new();
         let mut prepared = 0;
         for owner in self.owners(&ids).await? {
-            match self.one(&owner, deadline).await {
+            match self.one(&owner, ticket, deadline).await {
                 Ok(()) => prepared += 1,
                 Err(refusal) => {
                     debug!(pod = %owner.pod, container = owner.container, code = refusal.code(), "owner refused");
@@ -146,7 +146,7 @@ impl Preparer {
     }
 
     #[instrument(name = "prepare", skip_all, fields(pod_uid = %owner.pod, container = owner.container))]
-    async fn one(&self, owner: &Owner, deadline: Instant) -> Result<(), Refusal> {
+    async fn one(&self, owner: &Owner, ticket: Ticket, deadline: Instant) -> Result<(), Refusal> {
         mullion_telemetry::in_pod_trace(&Span::current(), owner.pod.as_str());
         if !files::is_plain(owner.pod.as_str()) || !files::is_plain(&owner.container) {
             let (pod, container) = (owner.pod.0.clone(), owner.container.clone());
@@ -190,10 +190,11 @@ impl Preparer {
             world.mark(&given.allocation, |fact| fact.prepared = true);
             Ok((given, again))
         })?;
-        let _turn = match self.locks.get(lock_of(owner.pod.as_str())) {
-            Some(lock) => Some(lock.lock().await),
-            None => None,
-        };
+        let mut turn = self.turns.of(owner.pod.as_str()).await;
+        if turn.is_late(grant, ticket) {
+            debug!(grant, "a later call prepared it");
+            return Ok(());
+        }
         let spec = self.spec(&given, grant, &specs, library.as_deref().ok())?;
         let standing = self.standing(grant);
         if standing
@@ -242,6 +243,7 @@ impl Preparer {
             }
             return Err(refusal);
         }
+        self.shared.read(|world| turn.wrote(grant, ticket, |grant| world.grants.contains_key(grant)));
         self.shared.change(|world| world.refused.remove(&given.allocation));
         let cards: Vec<&str> = given.devices.iter().map(|d| d.card.uuid.as_str()).collect();
         info!(namespace = given.pod.namespace, pod = given.pod.name, grant, ?cards, again, "prepared");
@@ -433,10 +435,6 @@ fn unenforced(unusable: Option<&Unusable>) -> Unenforced {
         ),
     };
     Unenforced { code: code.to_owned(), message }
-}
-
-fn lock_of(pod: &str) -> usize {
-    pod.bytes().fold(0_usize, |sum, byte| sum.wrapping_mul(31).wrapping_add(usize::from(byte))) % LOCKS
 }
 
 const fn kind(kind: CoreKind) -> ContainerKind {
