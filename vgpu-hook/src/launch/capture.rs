@@ -10,6 +10,7 @@
 #![allow(clippy::missing_safety_doc, reason = "as the driver's function of that name")]
 
 use core::ffi::{c_int, c_uint, c_void};
+use core::ptr::with_exposed_provenance_mut;
 use core::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicUsize};
 
@@ -265,6 +266,18 @@ macro_rules! forms {
 forms! { false: begin_capture_v1, begin_capture, begin_capture_to_graph, begin_recapture, begin_capture_to_cig, end_capture, end_capture_to_cig }
 forms! { true: begin_capture_v1_ptsz, begin_capture_ptsz, begin_capture_to_graph_ptsz, begin_recapture_ptsz, begin_capture_to_cig_ptsz, end_capture_ptsz, end_capture_to_cig_ptsz }
 
+/// Whether what is put into `stream` is certainly captured: what cannot be told counts as run, and is charged.
+pub(crate) fn is_captured(stream: CUstream, per_thread: bool) -> bool {
+    if !PACER.captures.any() {
+        return false;
+    }
+    let ask = function!(cuStreamIsCapturing: unsafe extern "C" fn(CUstream, *mut CUenum) -> CUresult);
+    let stream = with_exposed_provenance_mut(stream_of(stream, per_thread));
+    let mut status = 0;
+    // SAFETY: the program's own stream, and a place for the answer.
+    ask.is_some_and(|ask| unsafe { ask(stream, &raw mut status) }.is_ok()) && status != 0
+}
+
 /// `cuStreamDestroy`, both forms: a capture that began on the stream goes with it.
 pub(crate) unsafe fn stream_destroy(
     real: unsafe extern "C" fn(CUstream) -> CUresult,
@@ -274,6 +287,7 @@ pub(crate) unsafe fn stream_destroy(
     // Before: once the stream is gone, its handle may be another thread's new one.
     let handle = stream_of(stream, false);
     let ended = if captures.any() { captures.take(|capture| capture.stream == handle) } else { None };
+    memory::graph_stream_gone(stream);
     // SAFETY: the program's own argument.
     let result = unsafe { real(stream) };
     if !result.is_ok()

@@ -1,41 +1,34 @@
-//! Memory of graphs: allocation nodes take it from a pool of the card's own when the graph is launched.
+//! Memory of graphs: allocation nodes take it from a pool of the card's own (`graph_pool`) when the graph is launched, or
+//! uploaded before that.
 //!
-//! The pool is charged with what it holds, like any other. What a launch may add, on each card, is known from the nodes,
-//! counted when the graph was instantiated.
+//! What a launch may add, on each card, is known from the nodes, read when the graph was instantiated.
 
 use core::ffi::{c_char, c_void};
+use core::sync::atomic::AtomicBool;
 use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicBool, AtomicU64};
 
-use mullion_accounting::{Claim, Entry};
+use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
 use super::arena::{Arena, Entries};
-use super::blocks::{BLOCK, round_up};
+use super::charge;
+use super::counted;
 use super::graph_nodes::Wanted;
-use super::{charge, counted};
-use crate::container::{self, Card, Container, Held, Lock};
+use super::graph_pool::{Launch, Pool, SEVERAL};
+use crate::container::{self, Card, Container};
 use crate::cuda::{
-    CUdevice, CUenum, CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeParams, CUresult, CUstream, CUuint64,
+    CUdevice, CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeParams, CUresult, CUstream, CUuint64,
     GraphInstantiateParams, MemAllocNodeParams,
 };
-use crate::driver;
 use crate::launch;
 
-/// `CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT`.
-const USED: CUenum = 0;
-/// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
-const RESERVED: CUenum = 2;
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+const UPLOAD: CUuint64 = 2;
 
 /// Of an executable graph's entry: not all of its nodes could be read.
 const UNFORESEEN: u8 = 1;
-
-/// The pool of one card.
-#[derive(Debug)]
-struct Pool {
-    lock: Lock,
-    charged: AtomicU64,
-}
+/// It does not free all that it allocates.
+const KEEPS: u8 = 2;
 
 /// The graphs of this process.
 #[derive(Debug)]
@@ -46,7 +39,8 @@ pub(crate) struct Graphs {
     is_any_executable: AtomicBool,
     pools: [Pool; MAX_DEVICES],
     /// By executable graph and card: the bytes of its allocation nodes there. The first of its cards stands under the
-    /// graph itself; `note` has a bit for each of the others, `kind` may be [`UNFORESEEN`].
+    /// graph itself; `note` has a bit for each of the others, `kind` may be [`UNFORESEEN`] and [`KEEPS`]. Beside each the
+    /// pool's turn in which it was launched last.
     executables: Entries,
 }
 
@@ -55,22 +49,19 @@ const fn key_on(handle: u64, card: u8) -> u64 {
     handle ^ (card as u64 + 1) << 58
 }
 
-fn attribute(device: CUdevice, which: CUenum) -> Option<u64> {
-    let ask = driver::function!(
-        cuDeviceGetGraphMemAttribute: unsafe extern "C" fn(CUdevice, CUenum, *mut u64) -> CUresult
-    )?;
-    let mut value = 0;
-    // SAFETY: the driver writes one number.
-    let result = unsafe { ask(device, which, &raw mut value) };
-    result.is_ok().then_some(value)
+/// Key of the turn of a card's pool in which a graph was launched.
+const fn turn_on(handle: u64, card: u8) -> u64 {
+    handle ^ (card as u64 + 17) << 58
 }
+
+const _: () = assert!(MAX_DEVICES + 16 < 1 << 6);
 
 impl Graphs {
     pub(super) const fn new() -> Self {
         Self {
             any: AtomicBool::new(false),
             is_any_executable: AtomicBool::new(false),
-            pools: [const { Pool { lock: Lock::new(), charged: AtomicU64::new(0) } }; MAX_DEVICES],
+            pools: [const { Pool::new() }; MAX_DEVICES],
             executables: Arena::table(),
         }
     }
@@ -87,32 +78,18 @@ impl Graphs {
         self.pools.get(usize::from(card.index))
     }
 
-    /// Brings the charge of a card's pool up to date.
-    pub(super) fn observe(&self, container: &Container, card: &Card) {
-        if let Some(pool) = self.pool(card) {
-            let held = pool.lock.lock();
-            follow(container, card, pool, &held);
-        }
-    }
-
     /// Lets a card's pool give back what it does not use; whether that was anything.
     pub(super) fn give_way(&self, container: &Container, card: &Card) -> bool {
-        let Some(pool) = self.pool(card).filter(|pool| pool.charged.load(Relaxed) != 0) else { return false };
-        pool.lock.try_lock().is_some_and(|held| trim(container, card, pool, &held))
+        self.pool(card).is_some_and(|pool| pool.give_way(container, card))
     }
 
-    /// As [`Self::observe_all`] without waiting for a pool that is held; whether none was.
+    /// Takes stock of all pools but those that launches hold, which look themselves; whether there were none.
     pub(super) fn try_observe_all(&self, container: &Container) -> bool {
-        let observe = |card: &Card| {
-            let Some(pool) = self.pool(card) else { return true };
-            let held = pool.lock.try_lock();
-            held.map(|held| follow(container, card, pool, &held)).is_some()
-        };
-        !self.any.load(Relaxed) || container.cards().all(observe)
+        let observe = |card: &Card| self.pool(card).is_none_or(|pool| pool.observe(container, card));
+        !self.any.load(Relaxed) || container.cards().map(observe).fold(true, |all, was_free| all & was_free)
     }
 
-    /// After a call with which a launch may have ended. A pool that is held is followed by its holder: a launch may wait
-    /// for room in its queue, and whoever synchronises must not wait for that.
+    /// After a call with which a launch may have ended.
     #[inline]
     pub(super) fn observe_launched(&self, container: &Container) {
         if self.is_any_executable.load(Relaxed) {
@@ -123,7 +100,11 @@ impl Graphs {
     /// What launches of an executable graph may ask for; `None` where it has no allocation node.
     fn wanted(&self, executable: u64) -> Option<Wanted> {
         let first = self.executables.get(executable)?;
-        let mut wanted = Wanted { bytes: [0; MAX_DEVICES], is_unforeseen: first.kind == UNFORESEEN };
+        let mut wanted = Wanted {
+            bytes: [0; MAX_DEVICES],
+            is_unforeseen: first.kind & UNFORESEEN != 0,
+            keeps: first.kind & KEEPS != 0,
+        };
         for (card, bytes) in (0_u8..).zip(&mut wanted.bytes) {
             if card == first.card {
                 *bytes = first.size;
@@ -136,8 +117,10 @@ impl Graphs {
 
     fn enter(&self, executable: u64, wanted: &Wanted) {
         let mut first: Option<Entry> = None;
-        let kind = if wanted.is_unforeseen { UNFORESEEN } else { 0 };
+        let unforeseen = if wanted.is_unforeseen { UNFORESEEN } else { 0 };
+        let kind = unforeseen | if wanted.keeps { KEEPS } else { 0 };
         for (card, size) in (0_u8..).zip(wanted.bytes).filter(|&(_, size)| size > 0) {
+            let _ = self.executables.insert(turn_on(executable, card), &Entry::default());
             if let Some(first) = &mut first {
                 let entry = Entry { size, card, kind, note: 0 };
                 if self.executables.insert(key_on(executable, card), &entry).is_ok() {
@@ -158,118 +141,96 @@ impl Graphs {
         self.executables.take(executable);
         for (card, _) in (0_u8..).zip(wanted.bytes).filter(|&(_, size)| size > 0) {
             self.executables.take(key_on(executable, card));
+            self.executables.take(turn_on(executable, card));
         }
         Some(wanted)
     }
 
-    /// Takes stock of the cards whose pools hold anything.
+    /// Notes that a graph is launched in a turn of a card's pool; whether that is its first launch in it.
+    fn is_first(&self, executable: u64, card: &Card, turn: u64) -> bool {
+        self.executables.swap_size(turn_on(executable, card.index), turn) != Some(turn)
+    }
+
+    /// As [`Self::try_observe_all`].
     pub(super) fn observe_all(&self, container: &Container) {
-        if self.any.load(Relaxed) {
-            for card in container.cards() {
-                self.observe(container, card);
-            }
-        }
+        self.try_observe_all(container);
     }
 }
 
-/// What the pool holds, and what of it is used.
-fn follow(container: &Container, card: &Card, pool: &Pool, _: &Held<'_>) -> (u64, u64) {
-    let Some(device) = container.device(card) else { return (0, 0) };
-    let charged = pool.charged.load(Relaxed);
-    let reserved = attribute(device, RESERVED).unwrap_or(charged);
-    if charged != reserved {
-        pool.charged.store(reserved, Relaxed);
-        card.memory.adjust(charged, reserved);
-        charge::note_peak(card);
-    }
-    (reserved, attribute(device, USED).unwrap_or(reserved))
-}
-
-/// Makes the pool give back what it does not use; whether that was anything.
-fn trim(container: &Container, card: &Card, pool: &Pool, held: &Held<'_>) -> bool {
-    let before = pool.charged.load(Relaxed);
-    let trim = driver::function!(cuDeviceGraphMemTrim: unsafe extern "C" fn(CUdevice) -> CUresult);
-    if let (Some(trim), Some(device)) = (trim, container.device(card)) {
-        // SAFETY: a device of this process.
-        let _ = unsafe { trim(device) };
-    }
-    follow(container, card, pool, held);
-    pool.charged.load(Relaxed) < before
-}
-
-/// A graph was instantiated: notes what its launches may ask for.
+/// A graph is instantiated: notes what its launches may ask for.
 ///
 /// # Safety
-/// `executable` is a place that the driver has written, or null.
-unsafe fn instantiated(result: CUresult, graph: CUgraph, executable: *mut CUgraphExec) -> CUresult {
-    let Ok(container) = counted() else { return result };
+/// `executable` is a place for the result, or null.
+unsafe fn instantiating(
+    graph: CUgraph,
+    executable: *mut CUgraphExec,
+    upload: Option<CUstream>,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let Ok(container) = counted() else { return real() };
     let graphs = &container.books.graphs;
-    if !result.is_ok() || executable.is_null() || !graphs.any.load(Relaxed) {
-        return result;
+    if executable.is_null() || !graphs.any.load(Relaxed) {
+        return real();
     }
     let card = container.current_card().or_else(|| container.cards().next());
     let wanted = Wanted::of(container, card, graph);
+    let result = match upload {
+        // It is there at once, and has no handle yet.
+        Some(stream) => around(container, 0, &wanted, handle_of(stream, false), real),
+        None => real(),
+    };
+    if !result.is_ok() {
+        return result;
+    }
     // SAFETY: the driver has just written it.
-    let handle = unsafe { executable.read() }.addr() as u64;
+    let made = unsafe { executable.read() };
+    let handle = made.addr() as u64;
     graphs.leave(handle);
     if wanted.bytes.iter().any(|&bytes| bytes > 0) {
         graphs.enter(handle, &wanted);
+        if upload.is_some() {
+            // Its pools know it already.
+            for card in container.cards() {
+                graphs.is_first(handle, card, graphs.pool(card).map_or(0, Pool::turn));
+            }
+        }
         graphs.observe_all(container);
     }
     result
 }
 
-/// A launch's part on one card, whose pool is held until this goes.
-struct Part<'c> {
-    card: &'c Card,
-    pool: &'c Pool,
-    held: Held<'c>,
-    claim: Claim,
-    /// What the pool held before the launch.
-    before: u64,
+/// A stream as pools know it.
+fn handle_of(stream: CUstream, per_thread: bool) -> u64 {
+    match stream.addr() as u64 {
+        0 if per_thread => SEVERAL,
+        0 => 1,
+        // Under this handle each thread has a stream of its own.
+        2 => SEVERAL,
+        stream => stream,
+    }
 }
 
-/// Claims what a launch lacks on one card; `None` where the limit has no room for it.
-fn part<'c>(container: &Container, card: &'c Card, pool: &'c Pool, bytes: u64) -> Option<Part<'c>> {
-    let held = pool.lock.lock();
-    let (reserved, used) = follow(container, card, pool, &held);
-    let whole = round_up(bytes, BLOCK);
-    let missing = round_up(bytes.saturating_sub(reserved.saturating_sub(used)), BLOCK);
-    let claim =
-        [whole, missing].into_iter().find_map(|bytes| charge::try_ask(container, card, bytes)).or_else(
-            || trim(container, card, pool, &held).then(|| charge::try_ask(container, card, whole)).flatten(),
-        )?;
-    // A trim may have changed it.
-    let before = pool.charged.load(Relaxed);
-    Some(Part { card, pool, held, claim, before })
-}
-
-impl Part<'_> {
-    /// The driver has launched.
-    fn settle(self, container: &Container) {
-        let Self { card, pool, held, claim, before } = self;
-        let after = container.device(card).and_then(|device| attribute(device, RESERVED)).unwrap_or(before);
-        charge::settle_at(card, claim, after.saturating_sub(before));
-        if after < before {
-            card.memory.free(before - after);
+/// A stream is destroyed, and its handle may be another one's.
+pub(crate) fn graph_stream_gone(stream: CUstream) {
+    if let Ok(container) = counted()
+        && container.books.graphs.is_any_executable.load(Relaxed)
+    {
+        for pool in &container.books.graphs.pools {
+            pool.stream_gone(handle_of(stream, false));
         }
-        pool.charged.store(after, Relaxed);
-        drop(held);
-    }
-
-    /// The driver has not, but may have taken some of the memory.
-    fn undo(self, container: &Container, why: CUresult) {
-        charge::undo(self.card, self.claim, why);
-        follow(container, self.card, self.pool, &self.held);
     }
 }
 
-/// Runs `real`, which may make the pools of cards take more.
-fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Ok(container) = counted() else { return real() };
+/// Runs `real`, which may make the pools of cards take more; `executable` is 0 where there is none yet.
+fn around(
+    container: &'static Container,
+    executable: u64,
+    wanted: &Wanted,
+    stream: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
     let graphs = &container.books.graphs;
-    let known = if graphs.any.load(Relaxed) { graphs.wanted(executable.addr() as u64) } else { None };
-    let Some(wanted) = known else { return real() };
+    let launch = Launch { stream, keeps: wanted.keeps };
     // Before a pool is held: whoever looks leaves one alone that is.
     container.books.measuring.heed();
     let mut parts = [const { None }; MAX_DEVICES];
@@ -278,10 +239,11 @@ fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult 
     let cards = cards.filter_map(|(index, bytes)| Some((container.card_at(index)?, bytes)));
     for (place, (card, bytes)) in parts.iter_mut().zip(cards) {
         let Some(pool) = graphs.pool(card) else { continue };
-        *place = part(container, card, pool, bytes);
+        let first = |turn| executable == 0 || graphs.is_first(executable, card, turn);
+        *place = pool.part(container, card, &launch, bytes, first);
         if place.is_none() {
             for part in parts.into_iter().flatten() {
-                part.card.memory.undo(part.claim);
+                part.give_up();
             }
             charge::refused(card);
             return CUresult::OUT_OF_MEMORY;
@@ -290,17 +252,30 @@ fn around(executable: CUgraphExec, real: impl FnOnce() -> CUresult) -> CUresult 
     container::fault_point();
     let result = real();
     container::fault_point();
+    let mut is_unforeseen = wanted.is_unforeseen;
     for part in parts.into_iter().flatten() {
         if result.is_ok() {
-            part.settle(container);
+            is_unforeseen |= !part.settle(container);
         } else {
             part.undo(container, result);
         }
     }
-    if wanted.is_unforeseen {
+    if is_unforeseen {
         find_unforeseen(container);
     }
     result
+}
+
+/// The same for a launch or an upload of a graph that may have allocations.
+fn around_launch(executable: CUgraphExec, stream: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    let Ok(container) = counted() else { return real() };
+    let graphs = &container.books.graphs;
+    let executable = executable.addr() as u64;
+    let known = if graphs.any.load(Relaxed) { graphs.wanted(executable) } else { None };
+    match known {
+        Some(wanted) => around(container, executable, &wanted, stream, real),
+        None => real(),
+    }
 }
 
 /// After a launch that may have taken more than was claimed: where that is over a limit, what is unused of it goes back, and
@@ -325,7 +300,7 @@ pub(crate) unsafe fn graph_launch(
 ) -> CUresult {
     // Memory is asked for when the launch's time has come: none is claimed, and no lock held, while it waits.
     // SAFETY: the caller's own arguments.
-    let launch = || around(graph, || unsafe { real(graph, stream) });
+    let launch = || around_launch(graph, handle_of(stream, false), || unsafe { real(graph, stream) });
     launch::paced_graph(graph, stream, false, launch)
 }
 
@@ -339,7 +314,7 @@ pub(crate) unsafe fn graph_launch_ptsz(
     stream: CUstream,
 ) -> CUresult {
     // SAFETY: the caller's own arguments.
-    let launch = || around(graph, || unsafe { real(graph, stream) });
+    let launch = || around_launch(graph, handle_of(stream, true), || unsafe { real(graph, stream) });
     launch::paced_graph(graph, stream, true, launch)
 }
 
@@ -352,8 +327,10 @@ pub(crate) unsafe fn graph_upload(
     graph: CUgraphExec,
     stream: CUstream,
 ) -> CUresult {
+    // Stream 0 is the thread's own in one of the two forms.
+    let handle = if stream.is_null() { SEVERAL } else { handle_of(stream, false) };
     // SAFETY: the caller's own arguments.
-    around(graph, || unsafe { real(graph, stream) })
+    around_launch(graph, handle, || unsafe { real(graph, stream) })
 }
 
 /// `cuGraphExecDestroy`.
@@ -390,9 +367,9 @@ pub(crate) unsafe fn graph_instantiate(
     log_size: usize,
 ) -> CUresult {
     // SAFETY: the caller's own arguments.
-    let result = unsafe { real(executable, graph, error_node, log, log_size) };
-    // SAFETY: written by the driver.
-    unsafe { instantiated(result, graph, executable) }
+    let ask = || unsafe { real(executable, graph, error_node, log, log_size) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { instantiating(graph, executable, None, ask) }
 }
 
 /// `cuGraphInstantiateWithFlags`.
@@ -406,9 +383,9 @@ pub(crate) unsafe fn graph_instantiate_with_flags(
     flags: CUuint64,
 ) -> CUresult {
     // SAFETY: the caller's own arguments.
-    let result = unsafe { real(executable, graph, flags) };
-    // SAFETY: written by the driver.
-    unsafe { instantiated(result, graph, executable) }
+    let ask = || unsafe { real(executable, graph, flags) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { instantiating(graph, executable, None, ask) }
 }
 
 /// `cuGraphInstantiateWithParams`.
@@ -421,10 +398,13 @@ pub(crate) unsafe fn graph_instantiate_with_params(
     graph: CUgraph,
     parameters: *mut GraphInstantiateParams,
 ) -> CUresult {
+    // SAFETY: null, or the caller's parameters.
+    let asked = unsafe { parameters.as_ref() };
+    let upload = asked.filter(|asked| asked.flags & UPLOAD != 0).map(|asked| asked.upload_stream);
     // SAFETY: the caller's own arguments.
-    let result = unsafe { real(executable, graph, parameters) };
-    // SAFETY: written by the driver.
-    unsafe { instantiated(result, graph, executable) }
+    let ask = || unsafe { real(executable, graph, parameters) };
+    // SAFETY: null or the caller's place for a result.
+    unsafe { instantiating(graph, executable, upload, ask) }
 }
 
 fn expect() {
@@ -516,8 +496,9 @@ pub(crate) unsafe fn graph_mem_trim(
     let result = unsafe { real(device) };
     if let Ok(container) = counted()
         && let Some(card) = container.card(device)
+        && let Some(pool) = container.books.graphs.pool(card)
     {
-        container.books.graphs.observe(container, card);
+        pool.observe(container, card);
     }
     result
 }

@@ -28,6 +28,7 @@ mod charge;
 mod context_limits;
 mod contexts;
 mod graph_nodes;
+mod graph_pool;
 mod graphs;
 mod green_contexts;
 mod legacy;

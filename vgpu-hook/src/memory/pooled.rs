@@ -13,6 +13,7 @@ use crate::cuda::{
     LOCATION_DEVICE,
 };
 use crate::driver;
+use crate::launch;
 
 /// `CU_MEM_ALLOCATION_TYPE_MANAGED` (13.0): charged in full, as by `cuMemAllocManaged`, wherever it is at a time.
 const MANAGED: CUenum = 2;
@@ -193,8 +194,11 @@ unsafe fn counted_alloc(
     let container = now.container;
     let pools = &container.books.pools;
     let pool = pool.addr() as u64;
-    // Under capture it becomes a node of a graph, whose memory comes with the launch.
+    // Under capture it becomes a node of a graph: no memory comes with it until a launch, and it is never the pool's.
     container.books.graphs.expect_allocations();
+    if launch::is_captured(stream, per_thread) {
+        return ask(address);
+    }
     if !pools.knows(pool) && !pools.add(pool, Some(owner(now, pool))) {
         return CUresult::OUT_OF_MEMORY;
     }

@@ -240,6 +240,7 @@ static void step(char *line, FILE *in) {
   else if (IS("default-pool")) { res r = cuDeviceGetMemPool(&thing, 0); answer(a, r, (uintptr_t)thing); }
   else if (IS("pool-of")) { res r = cuDeviceGetDefaultMemPool(&thing, n); answer(a, r, (uintptr_t)thing); }
   else if (IS("from-pool")) { res r = cuMemAllocFromPoolAsync(&place, m, handle(b), 0); answer(a, r, place); }
+  else if (IS("from-pool-in")) { res r = cuMemAllocFromPoolAsync(&place, strtoull(d, 0, 0), handle(b), handle(c)); answer(a, r, place); }
   else if (IS("keep")) { ptr threshold = n; printf("%d\n", cuMemPoolSetAttribute(handle(a), 4, &threshold)); }
   else if (IS("trim")) printf("%d\n", cuMemPoolTrimTo(handle(a), n));
   else if (IS("destroy-pool")) printf("%d\n", cuMemPoolDestroy(handle(a)));
@@ -338,6 +339,7 @@ static void step(char *line, FILE *in) {
     if (!r) r = cuMemImportFromShareableHandle(&place, (void *)(uintptr_t)fd, 1);
     answer(a, r, place);
   }
+  else if (IS("where")) printf("0 %llu\n", get(a));
   else if (IS("points")) printf("0 %u\n", mullion_fault_points_passed ? mullion_fault_points_passed() : 0);
   else if (IS("files")) {
     // Descriptors and mappings.

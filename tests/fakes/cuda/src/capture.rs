@@ -106,12 +106,17 @@ impl Driver {
         ordinal: usize,
         size: u64,
     ) -> Result<DevicePtr, Code> {
-        let address = self.graph_memory(ordinal, size)?;
-        self.add_captured(capture, Work::Alloc(address))?;
+        let graph = self.objects.captures.get(&capture).ok_or(Code::STREAM_CAPTURE_INVALIDATED)?.graph;
+        let address = self.graph_memory(graph, ordinal, size)?;
+        self.add_captured(capture, Work::Alloc(address, size))?;
         Ok(address)
     }
 
     pub(crate) fn capture_free(&mut self, capture: u64, address: DevicePtr) -> Result<(), Code> {
+        // Only what a graph allocated can be freed by one.
+        if !self.objects.graph_memory.contains_key(&address) {
+            return Err(Code::INVALID_VALUE);
+        }
         self.add_captured(capture, Work::Free(address))
     }
 

@@ -112,10 +112,12 @@ pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_i
     if stub() {
         return answer(body());
     }
-    if SLOW.load(Relaxed) {
-        wait_in_queue(site);
-    }
-    let code = answer(site.enter().and_then(|()| body()));
+    let code = answer(site.enter().and_then(|()| {
+        if SLOW.load(Relaxed) {
+            wait_in_queue(site);
+        }
+        body()
+    }));
     if TRACE.load(Relaxed) {
         trace(site.name, code);
     }
@@ -133,7 +135,7 @@ fn wait_in_queue(site: &Site) {
     let mut words = slow.split(':');
     let is_named = words.next() == Some(site.name);
     let mut number = || words.next().and_then(|word| word.parse().ok()).unwrap_or(0);
-    if is_named && number() == site.calls() + 1 {
+    if is_named && number() == site.calls() {
         std::thread::sleep(Duration::from_micros(number()));
     }
 }

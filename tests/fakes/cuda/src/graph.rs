@@ -1,49 +1,30 @@
 //! Graphs; what they are made of stands in `graph_node`.
 //!
-//! Nodes run in the order in which they were added; a graph's time is the sum of its kernels'. Memory of allocation nodes comes out
-//! of the card's graph pool: it is taken in blocks of 2 MiB when a launch needs more than the pool holds, stays there after it is
-//! freed, and goes back to the card with `cuDeviceGraphMemTrim` alone. The address of a node is its own for as long as
-//! the process lives.
+//! Nodes run in the order in which they were added; a graph's time is the sum of its kernels'. Their memory: `graph_memory`.
 #![expect(unsafe_code, reason = "exports entry points under their C names")]
 
 use std::ffi::{c_int, c_uint};
 
 use crate::abi::{
-    Code, Device, DevicePtr, Handle, HostFunction, InstantiateParams, KernelNode, KernelNode2, Opaque, Out,
+    Code, Device, Handle, HostFunction, InstantiateParams, KernelNode, KernelNode2, Opaque, Out,
 };
 use crate::driver::Driver;
 use crate::gate::{entry, open_entry, streamed};
+use crate::graph_memory::GraphPool;
 use crate::graph_node::Work;
-use crate::memory::{Backing, Kind};
-use crate::space::{BLOCK, UNIT, round_up};
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`.
 const AUTO_FREE: u64 = 1;
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+const UPLOAD: u64 = 2;
 
 /// An executable graph.
 #[derive(Clone, Debug)]
 pub(crate) struct Exec {
-    nodes: Vec<(Handle, Work)>,
+    pub(crate) nodes: Vec<(Handle, Work)>,
     flags: u64,
     /// Frees of its own graph happen before the launch ends.
     enabled: Vec<bool>,
-}
-
-/// The memory of an allocation node.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct GraphMemory {
-    pub(crate) size: u64,
-    pub(crate) ordinal: usize,
-    in_use: bool,
-}
-
-/// A card's graph pool, bytes.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct GraphPool {
-    used: u64,
-    used_high: u64,
-    reserved: u64,
-    reserved_high: u64,
 }
 
 impl Driver {
@@ -51,50 +32,6 @@ impl Driver {
         let handle = self.handle();
         self.objects.graphs.insert(handle, Vec::new());
         handle
-    }
-
-    /// Addresses for an allocation node.
-    pub(crate) fn graph_memory(&mut self, ordinal: usize, size: u64) -> Result<DevicePtr, Code> {
-        if size == 0 {
-            return Err(Code::INVALID_VALUE);
-        }
-        let address = self.space.take(round_up(size, BLOCK), BLOCK)?;
-        self.objects.graph_memory.insert(address, GraphMemory { size, ordinal, in_use: false });
-        Ok(address)
-    }
-
-    fn use_graph_memory(&mut self, address: DevicePtr, auto_free: bool) -> Result<(), Code> {
-        let memory = self.objects.graph_memory.get(&address).copied().ok_or(Code::INVALID_VALUE)?;
-        if memory.in_use {
-            if !auto_free {
-                return Err(Code::INVALID_VALUE);
-            }
-            self.free_graph_address(address)?;
-        }
-        let pool = self.objects.graph_pools.get(&memory.ordinal).copied().unwrap_or_default();
-        let used = pool.used + round_up(memory.size, UNIT);
-        let reserved = round_up(used, BLOCK).max(pool.reserved);
-        self.charge(memory.ordinal, reserved - pool.reserved)?;
-        let pool = self.objects.graph_pools.entry(memory.ordinal).or_default();
-        (pool.used, pool.reserved) = (used, reserved);
-        pool.used_high = pool.used_high.max(used);
-        pool.reserved_high = pool.reserved_high.max(reserved);
-        self.objects.graph_memory.insert(address, GraphMemory { in_use: true, ..memory });
-        self.record(address, memory.size, Backing::Nothing, memory.ordinal, None, Kind::Graph);
-        Ok(())
-    }
-
-    /// Frees the memory of an allocation node; its graph may be launched again after that.
-    pub(crate) fn free_graph_address(&mut self, address: DevicePtr) -> Result<(), Code> {
-        let memory =
-            self.objects.graph_memory.get_mut(&address).filter(|m| m.in_use).ok_or(Code::INVALID_VALUE)?;
-        memory.in_use = false;
-        let memory = *memory;
-        self.allocs.remove(&address);
-        if let Some(pool) = self.objects.graph_pools.get_mut(&memory.ordinal) {
-            pool.used = pool.used.saturating_sub(round_up(memory.size, UNIT));
-        }
-        Ok(())
     }
 
     pub(crate) fn works(&self, graph: Handle) -> Result<Vec<(Handle, Work)>, Code> {
@@ -114,6 +51,10 @@ impl Driver {
         out.check()?;
         let nodes = self.works(graph)?;
         let handle = self.handle();
+        if flags & UPLOAD != 0 {
+            // The stream that it is uploaded in does not matter here: it is a new graph.
+            self.map_graph(handle, &nodes, &self.target(Handle(0))?)?;
+        }
         let enabled = vec![true; nodes.len()];
         self.objects.execs.insert(handle, Exec { nodes, flags, enabled });
         out.put(handle)
@@ -128,12 +69,15 @@ impl Driver {
             self.capture_kernel(capture, ns)?;
             return Ok(Hosts { functions: Vec::new(), card: 0, mark: 0 });
         }
+        self.map_graph(exec, &graph.nodes, &target)?;
         let (mut functions, mut events) = (Vec::new(), Vec::new());
         let mut ns = 0_u64;
         for ((_, work), _) in graph.nodes.iter().zip(&graph.enabled).filter(|(_, on)| **on) {
             match *work {
                 Work::Kernel(time) => ns = ns.saturating_add(time),
-                Work::Alloc(address) => self.use_graph_memory(address, graph.flags & AUTO_FREE != 0)?,
+                Work::Alloc(address, size) => {
+                    self.use_graph_memory(exec, address, size, graph.flags & AUTO_FREE != 0)?;
+                }
                 Work::Free(address) => self.free_address(address)?,
                 Work::Host(function, data) => functions.push((function, data)),
                 Work::Event(event) => events.push(event),
@@ -141,6 +85,7 @@ impl Driver {
             }
         }
         self.submit(&target, ns);
+        self.graph_runs(exec);
         for event in events {
             self.record_event(event, stream)?;
         }
@@ -168,7 +113,7 @@ impl Driver {
 
     fn graph_attribute(&self, device: Device) -> Result<(usize, GraphPool), Code> {
         let ordinal = self.ordinal(device)?;
-        Ok((ordinal, self.objects.graph_pools.get(&ordinal).copied().unwrap_or_default()))
+        Ok((ordinal, self.objects.graph_pools.get(&ordinal).cloned().unwrap_or_default()))
     }
 }
 
@@ -223,9 +168,9 @@ entry! {
 
     fn cuGraphDestroy(graph: Handle) |driver| {
         let nodes = driver.objects.graphs.remove(&graph).ok_or(Code::INVALID_VALUE)?;
-        for node in nodes {
-            driver.objects.nodes.remove(&node);
-        }
+        let gone: Vec<Work> =
+            nodes.iter().filter_map(|node| driver.objects.nodes.remove(node)).map(|node| node.work).collect();
+        driver.forget_graph_addresses(&gone);
         Ok(())
     }
 
@@ -271,7 +216,11 @@ entry! {
     }
 
     fn cuGraphExecDestroy(exec: Handle) |driver| {
-        driver.objects.execs.remove(&exec).map(|_| ()).ok_or(Code::INVALID_VALUE)
+        let gone = driver.objects.execs.remove(&exec).ok_or(Code::INVALID_VALUE)?;
+        driver.unmap_graph(exec);
+        let gone: Vec<Work> = gone.nodes.iter().map(|(_, work)| *work).collect();
+        driver.forget_graph_addresses(&gone);
+        Ok(())
     }
 
     fn cuGraphExecUpdate(exec: Handle, graph: Handle, _node: Out<Handle>, result: Out<c_uint>) |driver| {
@@ -296,10 +245,8 @@ entry! {
     }
 
     fn cuDeviceGraphMemTrim(device: Device) |driver| {
-        let (ordinal, pool) = driver.graph_attribute(device)?;
-        let reserved = round_up(pool.used, BLOCK);
-        driver.uncharge(ordinal, pool.reserved - reserved);
-        driver.objects.graph_pools.entry(ordinal).or_default().reserved = reserved;
+        let ordinal = driver.ordinal(device)?;
+        driver.trim_graph_pool(ordinal);
         Ok(())
     }
 
@@ -332,7 +279,8 @@ streamed! {
     }
 
     fn cuGraphUpload / cuGraphUpload_ptsz(exec: Handle, stream: Handle) |driver, _| {
-        driver.target(stream)?;
-        driver.objects.execs.get(&exec).map(|_| ()).ok_or(Code::INVALID_VALUE)
+        let target = driver.target(stream)?;
+        let graph = driver.objects.execs.get(&exec).cloned().ok_or(Code::INVALID_VALUE)?;
+        driver.map_graph(exec, &graph.nodes, &target)
     }
 }

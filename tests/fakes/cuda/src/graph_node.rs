@@ -21,7 +21,8 @@ pub(crate) enum Work {
     Host(HostFunction, usize),
     Child(Handle),
     Empty,
-    Alloc(DevicePtr),
+    /// Address and size.
+    Alloc(DevicePtr, u64),
     Free(DevicePtr),
     Event(Handle),
     Other(c_uint),
@@ -38,7 +39,7 @@ impl Work {
             Self::Child(_) => 4,
             Self::Empty => 5,
             Self::Event(_) => 7,
-            Self::Alloc(_) => 10,
+            Self::Alloc(..) => 10,
             Self::Free(_) => 11,
             Self::Other(kind) => kind,
         }
@@ -82,8 +83,8 @@ impl Driver {
         out.check()?;
         let mut wanted = params.get()?;
         let ordinal = self.located(wanted.pool.location)?.ok_or(Code::NOT_SUPPORTED)?;
-        wanted.address = self.graph_memory(ordinal, wanted.size as u64)?;
-        let node = self.add_node(graph, Work::Alloc(wanted.address))?;
+        wanted.address = self.graph_memory(graph, ordinal, wanted.size as u64)?;
+        let node = self.add_node(graph, Work::Alloc(wanted.address, wanted.size as u64))?;
         params.put(wanted)?;
         out.put(node)
     }
@@ -206,7 +207,7 @@ entry! {
     }
 
     fn cuGraphMemAllocNodeGetParams(node: Handle, params: Out<AllocNode>) |driver| {
-        let Some(Work::Alloc(address)) = driver.objects.nodes.get(&node).map(|n| n.work) else {
+        let Some(Work::Alloc(address, size)) = driver.objects.nodes.get(&node).map(|n| n.work) else {
             return Err(Code::INVALID_VALUE);
         };
         let memory = driver.objects.graph_memory.get(&address).ok_or(Code::INVALID_VALUE)?;
@@ -223,7 +224,7 @@ entry! {
             },
             access: Opaque::null(),
             access_count: 0,
-            size: usize::try_from(memory.size).unwrap_or(usize::MAX),
+            size: usize::try_from(size).unwrap_or(usize::MAX),
             address,
         })
     }

@@ -28,7 +28,7 @@
 //! | array, mipmapped array | tiles of 64 bytes × 8 rows (lines of 512 bytes), levels added up, then as `cuMemAlloc`; sparse and deferred ones nothing |
 //! | `cuMemAllocAsync`, pools | the pool's reserve, in 32 MiB; given back beyond the release threshold at synchronisation, trim, destruction |
 //! | `cuMemCreate` | its size, a multiple of 2 MiB, on the card of its location, until it is neither held nor mapped |
-//! | memory allocation nodes | the card's graph pool, in 2 MiB, at launch; given back by `cuDeviceGraphMemTrim` |
+//! | memory allocation nodes | the card's graph pool, in 2 MiB, at launch or upload, shared by graphs that do not run at the same time (see `graph_memory`); given back by `cuDeviceGraphMemTrim` |
 //! | module, library | the image's size, as `cuMemAlloc` |
 //! | IPC, imported handles and pools, external memory, multicast objects | nothing: it is their owner's |
 //!
@@ -79,6 +79,7 @@ mod export_table;
 mod external;
 mod gate;
 mod graph;
+mod graph_memory;
 mod graph_node;
 mod green;
 mod init;

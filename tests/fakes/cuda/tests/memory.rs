@@ -346,26 +346,66 @@ fn graph_numbers(cuda: &Cuda) -> [u64; 4] {
     })
 }
 
+/// Adds an allocation to a graph; answers its address.
+fn add_allocation(cuda: &Cuda, graph: u64, bytes: u64) -> u64 {
+    let mut node = 0_u64;
+    let mut params = [0_u64; 15];
+    params[..11].copy_from_slice(&on_card_zero());
+    params[13] = bytes;
+    ok!(cuda.cuGraphAddMemAllocNode(&mut node, graph, 0, 0, &mut params));
+    params[14]
+}
+
+/// A graph of allocations that are freed at once, ready to be launched.
+fn passing(cuda: &Cuda, sizes: &[u64]) -> (u64, Vec<u64>) {
+    let (mut graph, mut node, mut exec) = (0_u64, 0_u64, 0_u64);
+    ok!(cuda.cuGraphCreate(&mut graph, 0));
+    let mut addresses = Vec::new();
+    for &bytes in sizes {
+        let address = add_allocation(cuda, graph, bytes);
+        ok!(cuda.cuGraphAddMemFreeNode(&mut node, graph, 0, 0, address));
+        addresses.push(address);
+    }
+    ok!(cuda.cuGraphInstantiateWithFlags(&mut exec, graph, 0));
+    (exec, addresses)
+}
+
 #[test]
 fn graph_memory_comes_with_the_launch_and_stays_until_trimmed() {
     let cuda = Cuda::ready(&[]);
-    let (mut graph, mut node, mut exec) = (0_u64, 0_u64, 0_u64);
+    let (mut graph, mut exec) = (0_u64, 0_u64);
     ok!(cuda.cuGraphCreate(&mut graph, 0));
-    let mut params = [0_u64; 15];
-    params[..11].copy_from_slice(&on_card_zero());
-    params[13] = 3 * MIB;
-    ok!(cuda.cuGraphAddMemAllocNode(&mut node, graph, 0, 0, &mut params));
-    let address = params[14];
+    let address = add_allocation(&cuda, graph, 3 * MIB);
     ok!(cuda.cuGraphInstantiateWithFlags(&mut exec, graph, 0));
     assert_eq!((cuda.beyond(), graph_numbers(&cuda)), (0, [0; 4]), "a graph alone takes nothing");
     ok!(cuda.cuGraphLaunch(exec, 0));
-    assert_eq!(cuda.beyond(), 4 * MIB);
-    assert_eq!(graph_numbers(&cuda), [3 * MIB, 3 * MIB, 4 * MIB, 4 * MIB]);
+    assert_eq!((cuda.beyond(), graph_numbers(&cuda)), (4 * MIB, [4 * MIB; 4]));
     assert_eq!(call!(cuda.cuGraphLaunch(exec, 0)), 1, "its memory is still in use");
+    ok!(cuda.cuDeviceGraphMemTrim(0));
+    assert_eq!(cuda.beyond(), 4 * MIB, "what is in use stays");
     ok!(cuda.cuMemFree_v2(address));
-    assert_eq!((cuda.beyond(), graph_numbers(&cuda)[0]), (4 * MIB, 0), "freed, yet kept by the graph pool");
+    assert_eq!((cuda.beyond(), graph_numbers(&cuda)[0]), (4 * MIB, 4 * MIB), "freed, yet mapped");
     ok!(cuda.cuGraphLaunch(exec, 0));
     ok!(cuda.cuMemFreeAsync(address, 0));
+    ok!(cuda.cuDeviceGraphMemTrim(0));
+    assert_eq!((cuda.beyond(), graph_numbers(&cuda)[0]), (0, 0));
+}
+
+#[test]
+fn graphs_share_what_they_do_not_use_at_the_same_time() {
+    let cuda = Cuda::ready(&[]);
+    let (exec, addresses) = passing(&cuda, &[20 * MIB, 8 * MIB, 30 * MIB, 20 * MIB]);
+    let distinct: std::collections::BTreeSet<_> = addresses.iter().collect();
+    assert_eq!(distinct.len(), 2, "30 MiB did not fit where 20 had been: {addresses:x?}");
+    ok!(cuda.cuGraphLaunch(exec, 0));
+    assert_eq!(cuda.beyond(), 50 * MIB);
+    let (other, _) = passing(&cuda, &[60 * MIB]);
+    ok!(cuda.cuGraphLaunch(other, 0));
+    assert_eq!(cuda.beyond(), 60 * MIB);
+    for exec in [exec, other] {
+        ok!(cuda.cuGraphExecDestroy(exec));
+    }
+    assert_eq!((cuda.beyond(), graph_numbers(&cuda)[0]), (60 * MIB, 0), "mapped by none");
     ok!(cuda.cuDeviceGraphMemTrim(0));
     assert_eq!(cuda.beyond(), 0);
 }
