@@ -38,6 +38,18 @@ fn allocations_do_not_wait_for_a_pool_that_is_held() {
     assert!(longest < 10_000, "{longest} ms");
 }
 
+/// What a thread waits for with a pool in its hand may be one that synchronises, or that frees something else.
+#[test]
+#[ignore = "needs the built library"]
+fn nobody_waits_for_a_pool_to_look_at_it() {
+    for (what, slow) in [("sync", "cuMemAllocAsync:2:30000000"), ("graph", "cuGraphLaunch:1:30000000")] {
+        let mut place = Place::new().limited(4096 * MIB);
+        place.set("FAKE_CUDA_SLOW", slow);
+        let longest = longest(&place, what);
+        assert!(longest < 10_000, "{what}: {longest} ms");
+    }
+}
+
 /// The loader's lock is held by a thread whose library makes a context as it starts, while another one makes the first
 /// context.
 #[test]

@@ -6,7 +6,7 @@
 
 use core::ptr::null_mut;
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 
 use mullion_accounting::Entry;
 
@@ -48,6 +48,8 @@ pub(super) struct Record {
     charged: AtomicU64,
     /// Allocations from it.
     live: AtomicU64,
+    /// Somebody came in vain to look: the holder looks once more.
+    missed: AtomicBool,
 }
 
 /// All pools of this process.
@@ -77,12 +79,21 @@ fn pointer(handle: u64) -> CUmemoryPool {
     core::ptr::with_exposed_provenance_mut(usize::try_from(handle).unwrap_or(0))
 }
 
-/// A pool whose record is held: what it holds can be followed through one call of the driver.
+/// A pool whose record is held: what it holds can be followed through one call of the driver. That may wait, so nobody
+/// waits for the record who only comes to look.
 #[derive(Debug)]
 pub(super) struct Following<'r> {
     record: &'r Record,
     card: &'r Card,
     _held: Held<'r>,
+}
+
+impl Drop for Following<'_> {
+    fn drop(&mut self) {
+        if self.record.missed.swap(false, Relaxed) {
+            self.look();
+        }
+    }
 }
 
 impl<'r> Following<'r> {
@@ -122,6 +133,17 @@ impl<'r> Following<'r> {
     /// The pool holds `reserved` bytes now, and the difference is charged already.
     pub(super) fn settled(&self, reserved: u64) {
         self.record.charged.store(reserved, Relaxed);
+    }
+
+    /// Whether the pool is gone: nobody has anything of it, and nobody can allocate from it any more. It is charged no longer
+    /// then.
+    fn is_over(&self) -> bool {
+        let is_over = self.record.state.load(Relaxed) == ORPHAN && self.record.live.load(Relaxed) == 0;
+        if is_over {
+            self.follow(0);
+            self.record.state.store(FREE, Release);
+        }
+        is_over
     }
 
     /// Gives what is unused back to the card; whether that was anything.
@@ -164,12 +186,6 @@ impl Pools {
         if !bytes.is_multiple_of(self.growth.load(Relaxed)) {
             self.growth.store(BLOCK, Relaxed);
         }
-    }
-
-    /// Whether there is any.
-    #[inline]
-    pub(super) fn any(&self) -> bool {
-        self.count.load(Relaxed) != 0
     }
 
     fn records(&self) -> &[Record] {
@@ -215,6 +231,7 @@ impl Pools {
         record.handle.store(pool, Relaxed);
         record.charged.store(0, Relaxed);
         record.live.store(0, Relaxed);
+        record.missed.store(false, Relaxed);
         record.state.store(LIVE, Release);
         self.by_handle.insert(pool, &Entry { note: index as u64, ..Entry::default() }).is_ok()
     }
@@ -231,44 +248,38 @@ impl Pools {
         Some((index, Self::follow(container, record, true)?))
     }
 
-    /// Reads what one pool holds.
+    /// Reads what one pool holds, or leaves it to whoever holds the record.
     pub(super) fn observe(&self, container: &Container, pool: u64) {
-        if let Some((_, following)) = self.hold(container, pool) {
-            following.look();
+        if let Some((_, record)) = self.record(pool) {
+            Self::observe_one(container, record);
         }
     }
 
     /// Reads what all pools hold: after a call that may have made any of them give memory back.
     pub(super) fn observe_all(&self, container: &Container) {
-        self.observe_each(container, true);
+        self.try_observe_all(container);
     }
 
-    /// The same without waiting for a pool that is held; whether none was.
+    /// The same; whether no pool was held.
     pub(super) fn try_observe_all(&self, container: &Container) -> bool {
-        self.observe_each(container, false)
+        let is_worth_it =
+            |record: &&Record| record.charged.load(Relaxed) != 0 || record.state.load(Relaxed) == ORPHAN;
+        let observe = |record| Self::observe_one(container, record);
+        self.records().iter().filter(is_worth_it).map(observe).fold(true, |all, was_free| all & was_free)
     }
 
-    fn observe_each(&self, container: &Container, wait: bool) -> bool {
-        if !self.any() {
+    fn observe_one(container: &Container, record: &Record) -> bool {
+        if record.card.load(Relaxed) == UNCOUNTED {
             return true;
         }
-        let mut all = true;
-        for record in self.records() {
-            if record.charged.load(Relaxed) == 0 && record.state.load(Relaxed) != ORPHAN {
-                continue;
-            }
-            let Some(following) = Self::follow(container, record, wait) else {
-                all &= record.card.load(Relaxed) == UNCOUNTED;
-                continue;
-            };
-            if record.state.load(Relaxed) == ORPHAN && record.live.load(Relaxed) == 0 {
-                following.follow(0);
-                record.state.store(FREE, Release);
-            } else {
-                following.look();
-            }
+        let Some(following) = Self::follow(container, record, false) else {
+            record.missed.store(true, Relaxed);
+            return false;
+        };
+        if !following.is_over() {
+            following.look();
         }
-        all
+        true
     }
 
     /// Makes the pools on `card` give back what they do not use; whether any did. A pool that is held is left alone.
@@ -280,7 +291,7 @@ impl Pools {
             }
             let before = record.charged.load(Relaxed);
             if let Some(following) = Self::follow(container, record, false) {
-                any |= following.trim() || following.charged() < before;
+                any |= following.is_over() || following.trim() || following.charged() < before;
             }
         }
         any
@@ -305,7 +316,8 @@ impl Pools {
         let record = usize::try_from(entry.note).ok().and_then(|index| self.records().get(index));
         let following = record.and_then(|record| Self::follow(container, record, true));
         if let Some(following) = &following {
-            following.look();
+            // What it still has then is in use, if only until a stream has come to its free.
+            following.trim();
         }
         let result = destroy();
         if !result.is_ok() {
@@ -313,7 +325,7 @@ impl Pools {
             return result;
         }
         match (record, following) {
-            (Some(record), Some(_)) if record.live.load(Relaxed) > 0 => {
+            (Some(record), Some(following)) if record.live.load(Relaxed) > 0 || following.charged() > 0 => {
                 record.state.store(ORPHAN, Release);
             }
             (Some(record), Some(following)) => {

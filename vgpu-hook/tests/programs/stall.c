@@ -1,4 +1,4 @@
-// What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall free`, `stall open LIBRARY`. Compiled
+// What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`, `stall open LIBRARY`. Compiled
 // with -DLIBRARY it is a library whose constructor makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,6 +19,15 @@ res cuCtxSetLimit(unsigned, size_t);
 res cuMemAlloc_v2(ptr *, size_t);
 res cuMemFree_v2(ptr);
 res cuMemAllocAsync(ptr *, size_t, void *);
+res cuMemFreeAsync(ptr, void *);
+res cuStreamCreate(void **, unsigned);
+res cuStreamSynchronize(void *);
+res cuStreamBeginCapture_v2(void *, unsigned);
+res cuStreamEndCapture(void *, void **);
+res cuGraphInstantiateWithFlags(void **, void *, ptr);
+res cuGraphLaunch(void *, void *);
+res cuGraphExecDestroy(void *);
+res cuDeviceGraphMemTrim(int);
 res cuArray3DCreate_v2(void **, const struct array3d *);
 res cuArrayDestroy(void *);
 res cuModuleLoadData(void **, const void *);
@@ -68,6 +77,24 @@ static void *allocate_in_order(void *unused) {
   must(cuCtxSetCurrent(context));
   must(cuMemAllocAsync(&address, 4 << 20, 0));
   return unused;
+}
+
+// A graph that allocates.
+static void *captured(void *stream) {
+  void *graph, *exec;
+  ptr address;
+  TIMED(cuStreamBeginCapture_v2(stream, 2));
+  TIMED(cuMemAllocAsync(&address, 4 << 20, stream));
+  TIMED(cuMemFreeAsync(address, stream));
+  TIMED(cuStreamEndCapture(stream, &graph));
+  TIMED(cuGraphInstantiateWithFlags(&exec, graph, 0));
+  return exec;
+}
+
+static void *launch(void *exec) {
+  must(cuCtxSetCurrent(context));
+  must(cuGraphLaunch(exec, 0));
+  return exec;
 }
 
 static void *open_library(void *name) {
@@ -132,13 +159,34 @@ int main(int argc, char **argv) {
     pthread_create(&first, 0, load, 0);
     until("cuModuleLoadData", 1);
     arrays_and_limits();
+  } else if (!strcmp(argv[1], "graph")) {
+    // A graph waits for room in its queue with the card's graph pool in its hand.
+    void *stream, *exec, *other;
+    must(cuStreamCreate(&stream, 1));
+    exec = captured(stream);
+    other = captured(stream);
+    pthread_create(&first, 0, launch, exec);
+    until("cuGraphLaunch", 1);
+    TIMED(cuMemFree_v2(0));
+    TIMED(cuStreamSynchronize(stream));
+    TIMED(cuGraphExecDestroy(other));
+    TIMED(cuDeviceGraphMemTrim(0));
+    captured(stream);
   } else {
     // The pool is known from here on.
+    void *stream;
+    must(cuStreamCreate(&stream, 1));
     must(cuMemAllocAsync(&address, 1 << 20, 0));
     pthread_create(&first, 0, allocate_in_order, 0);
-    usleep(50000);
-    pthread_create(&second, 0, load, 0);
-    allocations();
+    until("cuMemAllocAsync", 2);
+    if (!strcmp(argv[1], "sync")) {
+      TIMED(cuStreamSynchronize(stream));
+      TIMED(cuMemFree_v2(0));
+      TIMED(cuMemFree_v2(address));
+    } else {
+      pthread_create(&second, 0, load, 0);
+      allocations();
+    }
   }
   printf("longest %ld\n", longest);
   fflush(stdout);
