@@ -98,22 +98,27 @@ impl From<nix::Error> for Unreadable {
 /// about one, and a tenant can put down any number. By the time that the thread ran: a busy node is nobody's fault.
 #[derive(Debug)]
 pub struct Allowance {
-    until: Duration,
+    left: Duration,
     /// It was not enough.
     pub is_used_up: bool,
 }
 
 impl Allowance {
-    /// One that begins now.
+    /// One of so much.
     #[must_use]
-    pub fn new(most: Duration) -> Self {
-        Self { until: thread_time().saturating_add(most), is_used_up: false }
+    pub const fn new(left: Duration) -> Self {
+        Self { left, is_used_up: false }
     }
 
-    /// Whether there is some left for one more question.
-    pub fn is_left(&mut self) -> bool {
-        self.is_used_up |= thread_time() > self.until;
-        !self.is_used_up
+    /// The answer to a question about locks; `None` where nothing is left for it.
+    pub fn ask<T>(&mut self, question: impl FnOnce() -> T) -> Option<T> {
+        self.is_used_up |= self.left.is_zero();
+        (!self.is_used_up).then(|| {
+            let from = thread_time();
+            let answer = question();
+            self.left = self.left.saturating_sub(thread_time().saturating_sub(from));
+            answer
+        })
     }
 }
 
@@ -326,7 +331,8 @@ impl UsageFile {
                 continue;
             }
             let mut lock = lock(libc::F_WRLCK, from, to - from);
-            fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock))?;
+            let answer = allowance.ask(|| fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)));
+            answer.ok_or(Unreadable::Locked)??;
             if i32::from(lock.l_type) == libc::F_UNLCK {
                 continue;
             }
@@ -338,22 +344,19 @@ impl UsageFile {
             owned.extend(first..behind);
             open.push((from, first));
             open.push((behind, to));
-            if !allowance.is_left() {
-                return Err(Unreadable::Locked);
-            }
         }
         owned.sort_unstable();
         Ok(owned)
     }
 
     /// Frees `slot` for readers of HAMi's fields, while its byte is ours: nobody owns it, and nobody can take it before
-    /// that is done. False where somebody has it. What stands in our own words of it stays: taking that away needs
-    /// operations that a file which is not mapped does not offer ([`crate::monitor::reap`]).
+    /// that is done. False where somebody has it, or nothing is left to ask. What stands in our own words of it stays: taking
+    /// that away needs operations that a file which is not mapped does not offer ([`crate::monitor::reap`]).
     ///
     /// # Errors
     /// The system's word.
-    pub fn free(&self, slot: usize, cards: usize) -> io::Result<bool> {
-        if !take_slot(&self.file, slot)? {
+    pub fn free(&self, slot: usize, cards: usize, allowance: &mut Allowance) -> io::Result<bool> {
+        if !allowance.ask(|| take_slot(&self.file, slot)).unwrap_or(Ok(false))? {
             return Ok(false);
         }
         let done = self.free_held(slot, cards);

@@ -64,12 +64,12 @@ pub fn mirror(
         if ours.hot.foreign == 0 {
             let dead: Vec<usize> = uncleared.difference(&alive).copied().collect();
             for slot in dead {
-                if !allowance.is_left() {
-                    break;
-                }
                 // Somebody may have it just now: a new owner, or a process that takes its charges off.
-                if file.free(slot, measured.len())? {
+                if file.free(slot, measured.len(), allowance)? {
                     uncleared.remove(&slot);
+                }
+                if allowance.is_used_up {
+                    break;
                 }
             }
         }

@@ -15,6 +15,8 @@ use crate::common::tenant::Tenant;
 use crate::common::{MIB, Node, S, container, hami, lines, sample, scrape};
 
 const GIB: u64 = 1 << 30;
+/// Every question takes longer.
+const ONE_QUESTION: std::time::Duration = std::time::Duration::from_nanos(1);
 
 // MO-01: whatever lies in the folders, the good ones are shown and the bad ones counted, each by its reason.
 #[test]
@@ -230,10 +232,11 @@ fn whoever_puts_down_too_many_locks_is_left_alone() {
     for pod in ["bad", "good"] {
         node.pod(pod, &["main"], &[("GPU-0", 4096, 30)]);
     }
-    // Nothing is allowed, so that one lock is too many.
-    node.allow(std::time::Duration::ZERO);
+    // One question, so that two locks are too many.
+    node.allow(ONE_QUESTION);
     let mut bad = Tenant::start(&node.usage_path("bad", "main"));
     bad.hold(0, 100 * MIB);
+    bad.hold(2, 100 * MIB);
     let usage = |looked: &Looked, pod: &str| container(&looked.snapshot, pod, "main").usage.clone();
     let first = node.look(None);
     assert!(first.file_turns.is_empty(), "once proves nothing");
@@ -259,7 +262,9 @@ fn whoever_puts_down_too_many_locks_is_left_alone() {
     assert!(usage(&node.look_after(10 * S, None), "bad").is_ok());
     // Another file is another start of the container.
     let mut bad = Tenant::start(&node.usage_path("bad", "main"));
-    bad.hold(0, 100 * MIB);
+    for slot in [0, 2] {
+        bad.hold(slot, 100 * MIB);
+    }
     assert!(usage(&node.look(None), "bad").is_err());
     node.write("bad", "main", &crate::common::grant_name("bad", "main"), &[("GPU-0", 4096, 30)]);
     assert!(usage(&node.look(None), "bad").is_ok());
@@ -270,9 +275,26 @@ fn whoever_puts_down_too_many_locks_is_left_alone() {
 fn slots_of_the_dead_are_freed_within_the_same_time() {
     let mut node = Node::new();
     node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
-    node.allow(std::time::Duration::ZERO);
+    node.allow(ONE_QUESTION);
     let file = node.usage("p", "main");
     file.put32(usage::EXTENSION_AT + extension::HIGH_WATER_AT, 64);
     assert!(container(&node.look(None).snapshot, "p", "main").usage.is_ok());
     assert_eq!(container(&node.look(None).snapshot, "p", "main").usage, Err("UsageLocked"));
+}
+
+/// As many processes as a container may have are no reason to leave its file alone.
+#[test]
+fn many_processes_are_not_too_many_locks() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let file = node.usage("p", "main");
+    file.put32(usage::EXTENSION_AT + extension::HIGH_WATER_AT, 1024);
+    let owners: Vec<_> = (0..500).map(|_| node.usage("p", "main").0).collect();
+    for (slot, owner) in owners.iter().enumerate() {
+        assert!(mullion_nodeagent::monitor::files::take_slot(owner, 2 * slot).unwrap());
+    }
+    for _ in 0..3 {
+        let looked = node.look(None);
+        assert_eq!(container(&looked.snapshot, "p", "main").usage.as_ref().unwrap().processes, 500);
+    }
 }
