@@ -168,6 +168,8 @@ struct Cont {
     switch: i32,
     /// When it last stamped that it launched.
     stamp: Option<u64>,
+    /// The same at the agent's last look.
+    seen: Option<u64>,
     /// The newest sample that shows it at work.
     busy_at: u64,
     /// Time on the card and time, while all were at work and it was held.
@@ -177,7 +179,9 @@ struct Cont {
 
 impl Cont {
     fn task(&self, now: u64, policy: Policy) -> Task {
-        let age_ns = if self.waited > 0 { Some(0) } else { self.stamp.map(|at| now - at) };
+        // As in the agent: whoever waited or launched since the last look is at work.
+        let at_work = self.waited > 0 || self.stamp != self.seen;
+        let age_ns = if at_work { Some(0) } else { self.stamp.map(|at| now - at) };
         Task {
             priority: 1,
             cards: 1,
@@ -227,6 +231,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             busy_at_start: 0,
             switch: 1,
             stamp: None,
+            seen: None,
             busy_at: 0,
             held: (0, 0),
             busy_before: 0,
@@ -317,6 +322,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 let tasks: Vec<Task> = conts.iter().map(|c| c.task(now, scenario.policy)).collect();
                 for (i, c) in conts.iter_mut().enumerate() {
                     c.switch = policy::decide(&tasks, i).unwrap().switch;
+                    c.seen = c.stamp;
                     let reading = if answered { c.meter.take(now) } else { Reading::Missing };
                     let seen = Observation {
                         reading,
