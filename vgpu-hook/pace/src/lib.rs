@@ -26,14 +26,18 @@
 //!   default).
 //! * A process that never asks: one without the library.
 //!
-//! The crate is `no_std`, allocates nothing but in the agent's [`Meter`], uses no floating point and has no `unsafe`.
+//! The crate is `no_std`, uses no floating point and has no `unsafe`. It allocates nothing but in the agent's `Meter`, which is
+//! the feature `meter`: the preloaded library has no allocator.
 
 #![no_std]
 
+#[cfg(feature = "meter")]
 extern crate alloc;
 
 mod bucket;
 mod cost;
+#[cfg(feature = "meter")]
+mod meter;
 pub mod policy;
 mod sample;
 mod steer;
@@ -43,5 +47,7 @@ pub use cost::{
     BURST_LAUNCHES, Correction, Costs, GRAPH_CLASS, Key, Known, LEAST_NS, Progress, Quote, SAMPLE_EVERY,
     SAMPLE_EVERY_YOUNG, Size, UNKNOWN_NS, guess_ns,
 };
-pub use sample::{MAX_WINDOW_NS, MIN_WINDOW_NS, Meter, Reading, STALE_NS};
+#[cfg(feature = "meter")]
+pub use meter::Meter;
+pub use sample::{MAX_WINDOW_NS, MIN_WINDOW_NS, Reading, STALE_NS};
 pub use steer::{MAX_SCALE, MIN_SCALE, Observation, SCALE_ONE, Steer};

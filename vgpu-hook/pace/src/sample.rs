@@ -1,6 +1,4 @@
-//! From NVML's samples to the utilisation of a container on a card.
-
-use alloc::collections::BTreeMap;
+//! What NVML's samples say of the utilisation of a container on a card.
 
 /// The shortest window over which a driver averages: 1/6 s.
 pub const MIN_WINDOW_NS: u64 = 166_000_000;
@@ -9,13 +7,6 @@ pub const MAX_WINDOW_NS: u64 = 1_000_000_000;
 /// A newest sample may be this old and the container still at work: drivers were seen to answer with time stamps up to
 /// 9 s old.
 pub const STALE_NS: u64 = 10_000_000_000;
-
-/// Samples are taken together until they cover this much. Longer than two windows, so that a load of long kernels, which
-/// shows as 100 % in one window and not at all in the next, is seen as what it is.
-const COVER_NS: u64 = 2_000_000_000;
-/// A container that is at work and held back shows up at least this often: the longest wait and the longest window. A
-/// longer gap was a pause.
-const PAUSE_NS: u64 = crate::AHEAD_NS + MAX_WINDOW_NS;
 
 /// What is known about the utilisation of a container on a card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,133 +29,4 @@ pub enum Reading {
     },
     /// NVML failed, or could not be asked.
     Missing,
-}
-
-/// A sample in quarters of a point. NVML gives whole points and does not say how it rounds, and with several processes
-/// the error adds up: a quarter more halves it both for rounding down and for rounding to the nearest.
-fn quarters(percent: u32) -> u64 {
-    u64::from(percent) * 4 + u64::from(percent != 0 && percent != 100)
-}
-
-/// Collects the samples of one container on one card.
-///
-/// NVML lists a process only in windows in which it was busy, may answer with a sample again or with several, and may be
-/// seconds late. So each sample counts once, for its window; a window without one counts as idle, but only up to the
-/// newest sample: what comes after it is not known yet.
-///
-/// Samples are kept until a reading has taken them, so that as many processes as there are count, each with all its
-/// windows.
-#[derive(Clone, Debug)]
-pub struct Meter {
-    /// Percent by time stamp and process: what no reading has taken yet.
-    samples: BTreeMap<(u64, u32), u32>,
-    /// The newest time stamp of each process.
-    newest: BTreeMap<u32, u64>,
-    window_ns: u64,
-    taken_until: u64,
-    held: bool,
-}
-
-impl Default for Meter {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl Meter {
-    /// A meter without samples. The window is taken for the longest until samples show a shorter one.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self {
-            samples: BTreeMap::new(),
-            newest: BTreeMap::new(),
-            window_ns: MAX_WINDOW_NS,
-            taken_until: 0,
-            held: false,
-        }
-    }
-
-    /// Enters a sample: `percent` of the window that ended at `at_ns` (the driver's time stamp, in the clock that
-    /// [`Meter::take`] is asked in). Known ones, and percentages that are none, are left out.
-    pub fn push(&mut self, process: u32, at_ns: u64, percent: u32) {
-        if at_ns == 0 || percent > 100 || self.samples.contains_key(&(at_ns, process)) {
-            return;
-        }
-        let newest = self.newest.entry(process).or_insert(at_ns);
-        let gap = at_ns.abs_diff(*newest);
-        *newest = at_ns.max(*newest);
-        if at_ns > self.taken_until {
-            // What was taken is not looked at again: what the driver repeats of it says nothing new.
-            self.samples.insert((at_ns, process), percent);
-            if gap >= MIN_WINDOW_NS * 9 / 10 {
-                self.window_ns = self.window_ns.min(gap.max(MIN_WINDOW_NS));
-            }
-        }
-    }
-
-    /// The newest time stamp.
-    fn newest(&self) -> Option<u64> {
-        self.newest.values().max().copied()
-    }
-
-    /// The window that the samples have shown.
-    #[must_use]
-    pub const fn window_ns(&self) -> u64 {
-        self.window_ns
-    }
-
-    /// How old the newest sample is; `None` where there is none.
-    #[must_use]
-    pub fn age_ns(&self, now_ns: u64) -> Option<u64> {
-        Some(now_ns.saturating_sub(self.newest()?))
-    }
-
-    /// Tells whether the container is held to its share from `now_ns` on. True where the last reading says something of
-    /// that share: it was held before already. What it used while it ran freely must not count as more than its share,
-    /// so samples of windows that began before the hold are left out.
-    pub fn held(&mut self, held: bool, now_ns: u64) -> bool {
-        let before = core::mem::replace(&mut self.held, held);
-        if held && !before {
-            self.taken(now_ns.saturating_add(self.window_ns));
-        }
-        held && before
-    }
-
-    /// Nothing up to `until` counts any more.
-    fn taken(&mut self, until: u64) {
-        self.taken_until = self.taken_until.max(until);
-        self.samples = self.samples.split_off(&(self.taken_until.saturating_add(1), 0));
-    }
-
-    /// The container's utilisation since the last [`Reading::Present`], after a call that NVML answered.
-    pub fn take(&mut self, now_ns: u64) -> Reading {
-        let Some(newest) = self.newest() else { return Reading::Absent };
-        self.newest.retain(|_, at_ns| now_ns.saturating_sub(*at_ns) <= 2 * STALE_NS);
-        if newest <= self.taken_until {
-            let age_ns = now_ns.saturating_sub(newest);
-            return if age_ns <= STALE_NS { Reading::Stale { age_ns } } else { Reading::Absent };
-        }
-        let (mut begin, mut previous) = (self.taken_until, self.taken_until);
-        for &(at_ns, _) in self.samples.keys() {
-            if at_ns - previous > PAUSE_NS {
-                begin = at_ns.saturating_sub(self.window_ns).max(begin);
-            }
-            previous = at_ns;
-        }
-        let covered_ns = newest - begin;
-        if covered_ns < COVER_NS {
-            let is_over = now_ns.saturating_sub(newest) > STALE_NS;
-            if is_over {
-                // No more will come: the container stopped before there were enough.
-                self.taken(newest);
-            }
-            return if is_over { Reading::Absent } else { Reading::Gathering };
-        }
-        let of_now = self.samples.range((begin.saturating_add(1), 0)..);
-        let busy: u64 =
-            of_now.map(|((at_ns, _), percent)| quarters(*percent) * self.window_ns.min(at_ns - begin)).sum();
-        self.taken(newest);
-        let per_mille = (busy / (covered_ns / 10 * 4)).min(1000);
-        Reading::Present { per_mille: u32::try_from(per_mille).unwrap_or(1000), covered_ns }
-    }
 }
