@@ -3,6 +3,8 @@
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
 
+use crate::Correction;
+
 /// How far ahead of now the word may lie: the longest that one launch can make the next ones wait.
 pub const AHEAD_NS: u64 = 2_000_000_000;
 /// The longest that a waiting launch may sleep before it looks again, so that a new scale, rate or gate is seen.
@@ -135,12 +137,38 @@ impl<'a> Bucket<'a> {
         }
     }
 
-    /// Gives `cost_ns` back: a launch turned out to have cost less than it was charged.
+    /// Gives `cost_ns` back: a launch turned out to have cost less than it was charged. At most [`AHEAD_NS`] of time, which is
+    /// the most that it waited for.
     pub fn refund(self, now: u64, cost_ns: u64, terms: Terms) {
         if terms.limited() && cost_ns != 0 {
-            let price = terms.price(cost_ns);
+            let price = min(terms.price(cost_ns), AHEAD_NS);
             let latest = now.saturating_add(AHEAD_NS);
             self.update(|word| min(word, latest).saturating_sub(price));
+        }
+    }
+
+    /// Sets right what one launch paid. Of prices above [`AHEAD_NS`] no more than that was taken, and no more is due.
+    pub fn settle(self, now: u64, paid_ns: u64, due_ns: u64, terms: Terms) {
+        if !terms.limited() {
+            return;
+        }
+        let price = |ns| if ns == 0 { 0 } else { min(terms.price(ns), AHEAD_NS) };
+        let (paid, due) = (price(paid_ns), price(due_ns));
+        let (floor, latest) = (now.saturating_sub(terms.burst()), now.saturating_add(AHEAD_NS));
+        if due > paid {
+            self.update(|word| min(word.max(floor).saturating_add(due - paid), latest));
+        } else {
+            self.update(|word| min(word, latest).saturating_sub(paid - due));
+        }
+    }
+
+    /// Applies what a measurement said.
+    pub fn correct(self, now: u64, correction: Correction, terms: Terms) {
+        match correction {
+            Correction::None => {}
+            Correction::Charge(ns) => self.charge(now, ns, terms),
+            Correction::Refund(ns) => self.refund(now, ns, terms),
+            Correction::Launch { paid_ns, due_ns } => self.settle(now, paid_ns, due_ns, terms),
         }
     }
 

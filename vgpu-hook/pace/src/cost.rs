@@ -1,18 +1,18 @@
 //! What a launch costs: measured where it was, guessed where it was not.
+//!
+//! A function may take another time with each launch. So three things are kept apart:
+//! * A launch that is measured pays what it took, neither more nor less: the price at which it went is corrected
+//!   ([`Measurement::paid_ns`]).
+//! * The others pay the mean. Only launches that were picked by chance count for it ([`Sample::Chance`]): neither the rhythm of
+//!   a program nor what was measured before says which these are.
+//! * Where a measurement is far above the mean, each launch is measured for a while ([`Sample::Close`]). That is how a
+//!   function is found out that takes longer from now on, and one that varies is charged launch by launch.
 
+use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64};
 
-use crate::AHEAD_NS;
+use crate::entry::Entry;
 
-/// One launch in this many is measured of a function that is short and has been measured a few times, one in
-/// [`SAMPLE_EVERY_YOUNG`] until then. Of those that take a tenth of a millisecond one in 32 is, of those that take a whole
-/// one in eight, and each that takes ten: there are few of them, and the two events cost nothing beside them.
-pub const SAMPLE_EVERY: u32 = 256;
-/// One launch in this many of a short function with few measurements is measured.
-pub const SAMPLE_EVERY_YOUNG: u32 = 64;
-/// Measurements until a function is known well.
-const YOUNG: u16 = 8;
 /// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch once
 /// the measured one runs.
 pub const UNKNOWN_NS: u64 = 1_000_000;
@@ -20,12 +20,12 @@ pub const UNKNOWN_NS: u64 = 1_000_000;
 /// 50 %: 1 + 2 + 4 + ... ms reach a second with the tenth. The queue that a tenant can build before its kernel is known
 /// is at most this many kernels deep (deeper by one for each halving of that second: none at smaller shares).
 pub const BURST_LAUNCHES: u32 = 10;
+/// Where launches pay by the clock, one is measured closely so long after the last one that was measured, whatever its
+/// function: one that takes longer than it did is soon found out, and two events cost nothing in such a time.
+pub const CLOSE_EVERY_NS: u64 = 5_000_000;
 /// What one wave of resident threads is guessed to take: between a small elementwise kernel (2-5 us) and a tile of a
 /// large matrix product (50-100 us). A guess.
 const WAVE_NS: u64 = 10_000;
-/// The least that a pair of events around a kernel shows: their resolution is half a microsecond, and a kernel without work
-/// takes longer than that between them. Less is a driver that errs, and is believed when it says so twice.
-pub const LEAST_NS: u64 = 1_000;
 /// The class of graphs in a [`Key`]; grids have the classes 0..=62.
 pub const GRAPH_CLASS: u32 = 63;
 
@@ -95,6 +95,16 @@ impl Key {
         Self(if key == 0 { u64::MAX } else { key })
     }
 
+    /// Of a graph that was [forgotten](Costs::forget) while a launch of it was measured: what that took is due from this
+    /// launch, and says nothing of whatever has the handle now. No graph has the handle 0.
+    pub const FORGOTTEN: Self = Self::graph(0);
+
+    /// Whether it is of a graph.
+    #[must_use]
+    pub const fn is_graph(self) -> bool {
+        self.0 & 63 == GRAPH_CLASS as u64
+    }
+
     /// The key as a number, never 0.
     #[must_use]
     pub const fn get(self) -> u64 {
@@ -119,13 +129,26 @@ pub enum Progress {
     Running(u64),
 }
 
+/// Whether a launch is measured, and for what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sample {
+    /// It is not.
+    No,
+    /// Nothing is known of its function yet.
+    First,
+    /// Picked by chance: counts for the mean.
+    Chance,
+    /// One of those looked at closely: says what it cost itself, and whether its function takes longer now.
+    Close,
+}
+
 /// What the next launch of a key costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quote {
     /// ns of card.
     pub ns: u64,
     /// Whether this launch should be measured.
-    pub sample: bool,
+    pub sample: Sample,
     /// Whether the number was measured; otherwise it is a guess, or the price of not knowing.
     pub known: bool,
     index: Option<usize>,
@@ -143,131 +166,89 @@ impl Known<'_> {
     /// Enters a launch that went for this; whether it should be measured.
     #[inline]
     #[must_use]
-    pub fn book(self) -> bool {
-        let seen = self.entry.seen.load(Relaxed);
-        let due = self.entry.is_due(seen, self.ns);
-        self.entry.book(seen, self.ns);
-        due
+    pub fn book(self) -> Sample {
+        self.entry.book(self.ns)
     }
 }
 
-/// What a measurement of a key says about the launches before it.
+/// A launch that was measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measurement {
+    /// Its key.
+    pub key: Key,
+    /// Time between its two events.
+    pub ns: u64,
+    /// Time that the host took from before the first event until after the second one. As much of `ns` may be none of the
+    /// card's: a thread that lost its CPU, or a function whose code had to be loaded first, on an idle card.
+    pub host_ns: u64,
+    /// What it paid.
+    pub paid_ns: u64,
+    /// What it was measured for.
+    pub sample: Sample,
+}
+
+/// What a measurement of a key says about what was charged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Correction {
-    /// They were charged right, or were corrected before.
+    /// It was right.
     None,
-    /// Charge this many ns more.
+    /// The launches of it so far: charge this many ns more.
     Charge(u64),
-    /// Give this many ns back.
+    /// The launches of it so far: give this many ns back.
     Refund(u64),
+    /// The one launch that was measured.
+    Launch {
+        /// What it paid.
+        paid_ns: u64,
+        /// What it should have paid.
+        due_ns: u64,
+    },
 }
 
-/// A measurement of more than this many times what is known is either of a kernel that was held up (by another process's
-/// time slices, or a thread that lost its CPU) or the first of a function that takes longer now. The next ones tell.
-const JUMP: u64 = 8;
-/// While this many measurements are still to come, each launch is measured.
-const WATCH: u16 = 8;
-/// In [`Entry::watch`]: the last measurement was of nothing.
-const LOW: u16 = 1 << 8;
-/// The most that launches are charged later because their function turned out to take longer now.
-const MOST_OWED: u64 = AHEAD_NS / 2;
+impl Correction {
+    /// Of several launches, from what they paid to what they should have paid.
+    pub(crate) const fn of_all(paid: u64, due: u64) -> Self {
+        if due > paid {
+            Self::Charge(due - paid)
+        } else if paid > due {
+            Self::Refund(paid - due)
+        } else {
+            Self::None
+        }
+    }
+
+    /// Of one launch.
+    pub(crate) const fn of_one(paid_ns: u64, due_ns: u64) -> Self {
+        if due_ns == paid_ns { Self::None } else { Self::Launch { paid_ns, due_ns } }
+    }
+
+    /// What is charged with it in all: ns, less than 0 where something is given back.
+    #[must_use]
+    pub fn charge_ns(self) -> i64 {
+        let signed = |ns: u64| i64::try_from(ns).unwrap_or(i64::MAX);
+        match self {
+            Self::None => 0,
+            Self::Charge(ns) => signed(ns),
+            Self::Refund(ns) => -signed(ns),
+            Self::Launch { paid_ns, due_ns } => signed(due_ns) - signed(paid_ns),
+        }
+    }
+}
+
 const ENTRIES: usize = 1024;
 const PROBES: usize = 16;
 const ENTRY_BITS: u32 = ENTRIES.trailing_zeros();
 const _: () = assert!(ENTRIES.is_power_of_two() && PROBES < ENTRIES);
 
-#[derive(Debug)]
-struct Entry {
-    key: AtomicU64,
-    /// Smoothed measured cost in ns; 0 = not measured yet.
-    cost: AtomicU64,
-    /// ns charged to the launches so far, while the function is young.
-    charged: AtomicU64,
-    /// Launches. Counted with plain loads and stores: a lost count shifts a sample by one launch.
-    seen: AtomicU32,
-    /// Measurements, up to [`YOUNG`].
-    measured: AtomicU16,
-    /// Not 0 = each launch is measured: measurements for which that goes on, and [`LOW`].
-    watch: AtomicU16,
-    /// `seen` at the last measurement.
-    since: AtomicU32,
-    /// us that launches were charged too little, if the next measurement agrees with the last one.
-    owed_us: AtomicU32,
-}
-
-impl Entry {
-    const fn new() -> Self {
-        Self {
-            key: AtomicU64::new(0),
-            cost: AtomicU64::new(0),
-            charged: AtomicU64::new(0),
-            seen: AtomicU32::new(0),
-            measured: AtomicU16::new(0),
-            watch: AtomicU16::new(0),
-            since: AtomicU32::new(0),
-            owed_us: AtomicU32::new(0),
-        }
-    }
-
-    /// Whether the next launch of a known function is to be measured.
-    #[inline]
-    fn is_due(&self, seen: u32, cost_ns: u64) -> bool {
-        let every = match cost_ns {
-            _ if self.watch.load(Relaxed) != 0 => return true,
-            10_000_000.. => return true,
-            1_000_000.. => 8,
-            100_000.. => 32,
-            _ if self.measured.load(Relaxed) < YOUNG => SAMPLE_EVERY_YOUNG,
-            _ => SAMPLE_EVERY,
-        };
-        seen.is_multiple_of(every)
-    }
-
-    #[inline]
-    fn book(&self, seen: u32, ns: u64) {
-        self.seen.store(seen.wrapping_add(1), Relaxed);
-        if self.measured.load(Relaxed) < YOUNG {
-            self.charged.store(self.charged.load(Relaxed).saturating_add(ns), Relaxed);
-        }
-    }
-
-    fn clear(&self) {
-        self.cost.store(0, Relaxed);
-        self.charged.store(0, Relaxed);
-        self.seen.store(0, Relaxed);
-        self.measured.store(0, Relaxed);
-        self.since.store(0, Relaxed);
-        self.watch.store(0, Relaxed);
-        self.owed_us.store(0, Relaxed);
-    }
-
-    /// Whether a measurement is to be believed: one of nothing is when it comes twice.
-    fn believes(&self, ns: u64, old: u64) -> bool {
-        let watch = self.watch.load(Relaxed);
-        let low = ns < LEAST_NS && (old == 0 || old > JUMP * LEAST_NS);
-        let believed = !low || watch & LOW != 0;
-        self.watch.store(if believed { (watch & !LOW).saturating_sub(1) } else { LOW | WATCH }, Relaxed);
-        believed
-    }
-
-    /// The function seems to take longer now: it is as good as a new one. What the launches since the last measurement
-    /// should have been charged is owed until the next one agrees.
-    fn rise(&self, ns: u64, old: u64) {
-        let launches = self.seen.load(Relaxed).wrapping_sub(self.since.load(Relaxed));
-        let owed = (ns - old).saturating_mul(launches.into()).min(MOST_OWED) / 1_000;
-        self.clear();
-        self.cost.store(ns, Relaxed);
-        self.measured.store(1, Relaxed);
-        self.owed_us.store(u32::try_from(owed).unwrap_or(0), Relaxed);
-        self.watch.store(WATCH, Relaxed);
-    }
-}
-
-/// The costs of one process: a table of fixed size. A key that finds no place in it is charged by its guess.
+/// The costs of one process: a table of fixed size. A key that is in use finds a place in it where one of sixteen is free,
+/// forgotten, or of a key that was not launched lately. Those that find none are taken for one function that varies.
 #[derive(Debug)]
 pub struct Costs {
     entries: [Entry; ENTRIES],
+    others: Entry,
+    /// What graphs took when they were measured first, smoothed; 0 = none was. Many programs make a new one for each step.
+    graph_ns: AtomicU64,
 }
 
 impl Default for Costs {
@@ -279,9 +260,9 @@ impl Default for Costs {
 impl Costs {
     /// An empty table.
     #[must_use]
-    #[expect(clippy::large_stack_arrays, reason = "40 KiB; the library's is a static")]
+    #[expect(clippy::large_stack_arrays, reason = "56 KiB; the library's is a static")]
     pub const fn new() -> Self {
-        Self { entries: [const { Entry::new() }; ENTRIES] }
+        Self { entries: [const { Entry::new() }; ENTRIES], others: Entry::new(), graph_ns: AtomicU64::new(0) }
     }
 
     /// What a launch of `key` costs. `guess_ns` and `progress` are asked for only where nothing was measured; `measurable`
@@ -298,86 +279,70 @@ impl Costs {
         guess_ns: impl FnOnce() -> u64,
         progress: impl FnOnce() -> Progress,
     ) -> Quote {
-        let Some(index) = self.find(key) else {
-            return Quote { ns: guess_ns(), sample: false, known: false, index: None };
-        };
-        let Some(entry) = self.entries.get(index) else {
-            return Quote { ns: guess_ns(), sample: false, known: false, index: None };
-        };
-        let (cost, seen) = (entry.cost.load(Relaxed), entry.seen.load(Relaxed));
+        let index = self.find(key);
+        let entry = self.at(index);
+        let cost = entry.cost();
         if cost != 0 {
-            let sample = measurable && entry.is_due(seen, cost);
-            return Quote { ns: cost, sample, known: true, index: Some(index) };
+            let sample = if measurable { entry.sample() } else { Sample::No };
+            return Quote { ns: cost, sample, known: true, index };
         }
+        let guess = self.guess(key, guess_ns());
         if !measurable {
-            return Quote { ns: guess_ns(), sample: false, known: false, index: Some(index) };
+            return Quote { ns: guess, sample: Sample::No, known: false, index };
         }
-        let guess = guess_ns();
+        let seen = entry.launches();
         let ns = match progress() {
             Progress::None if seen > 0 => guess,
             Progress::None | Progress::Queued => guess.max(UNKNOWN_NS),
             Progress::Running(ns) => guess.max(UNKNOWN_NS << seen.min(BURST_LAUNCHES)).max(ns),
         };
-        let sample = seen == 0 || seen.is_power_of_two() || entry.watch.load(Relaxed) != 0;
-        Quote { ns, sample, known: false, index: Some(index) }
+        let first = seen == 0 || seen.is_power_of_two() || entry.is_watched();
+        Quote { ns, sample: if first { Sample::First } else { Sample::No }, known: false, index }
+    }
+
+    /// A graph's kernels are not known one by one: it is taken for those before it.
+    fn guess(&self, key: Key, guess_ns: u64) -> u64 {
+        if key.is_graph() { guess_ns.max(self.graph_ns.load(Relaxed)) } else { guess_ns }
     }
 
     /// The cost of `key`, where it was measured.
     #[inline]
     #[must_use]
     pub fn known(&self, key: Key) -> Option<Known<'_>> {
-        let entry = self.find_existing(key).and_then(|i| self.entries.get(i))?;
-        let ns = entry.cost.load(Relaxed);
+        let entry = self.existing(key)?;
+        let ns = entry.cost();
         (ns != 0).then_some(Known { entry, ns })
     }
 
     /// Enters a launch that went for `quote`.
     #[inline]
     pub fn book(&self, quote: &Quote) {
-        let Some(entry) = quote.index.and_then(|i| self.entries.get(i)) else { return };
-        entry.book(entry.seen.load(Relaxed), quote.ns);
+        let _ = self.at(quote.index).book(quote.ns);
     }
 
-    /// Enters a measurement: the first counts whole and settles the launches before it, a later one counts a quarter.
-    ///
-    /// A measurement can be far too high, where the thread lost its CPU between event and launch or others had the card,
-    /// but not too low. So while a function is young, one that is far below what is known takes its place, and settles
-    /// again. After one that is far above, the function is young again and each launch is measured: a few launches wait
-    /// until the next one has told which it was.
-    pub fn measured(&self, key: Key, ns: u64) -> Correction {
-        let Some(entry) = self.find(key).and_then(|i| self.entries.get(i)) else { return Correction::None };
-        let (old, measured) = (entry.cost.load(Relaxed), entry.measured.load(Relaxed));
-        if !entry.believes(ns, old) {
-            return Correction::None;
-        }
-        let ns = ns.clamp(LEAST_NS, 1 << 40);
-        let owed = u64::from(entry.owed_us.swap(0, Relaxed)) * 1_000;
-        let charge_owed = || if owed == 0 { Correction::None } else { Correction::Charge(owed) };
-        if old != 0 && ns > old.saturating_mul(JUMP) {
-            entry.rise(ns, old);
-            return charge_owed();
-        }
-        entry.measured.store((measured + 1).min(YOUNG), Relaxed);
-        entry.since.store(entry.seen.load(Relaxed), Relaxed);
-        if old != 0 && (measured >= YOUNG || ns >= old / 4) {
-            entry.cost.store(((old - old / 4) + ns / 4).max(1), Relaxed);
-            entry.charged.store(entry.charged.load(Relaxed).saturating_add(owed), Relaxed);
-            return charge_owed();
-        }
-        entry.cost.store(ns, Relaxed);
-        let due = ns.saturating_mul(entry.seen.load(Relaxed).into());
-        let charged = entry.charged.swap(due, Relaxed);
-        match due.cmp(&charged) {
-            core::cmp::Ordering::Equal => Correction::None,
-            core::cmp::Ordering::Greater => Correction::Charge(due - charged),
-            core::cmp::Ordering::Less => Correction::Refund(charged - due),
-        }
+    /// Takes a launch that went for `paid_ns` out of the account again: the driver refused it.
+    pub fn refused(&self, key: Key, paid_ns: u64) {
+        self.existing(key).unwrap_or(&self.others).refused(paid_ns);
     }
 
-    /// Forgets `key`: its handle is gone and may come again for something else. The entry stays in its place, so that
-    /// keys behind it are still found.
+    /// Enters a measurement. The first one settles what the launches before it were charged, a later one what the measured
+    /// launch was.
+    pub fn measured(&self, measured: &Measurement) -> Correction {
+        if measured.key.is_graph() && measured.sample == Sample::First {
+            let old = self.graph_ns.load(Relaxed);
+            let new = if old == 0 { measured.ns } else { old - old / 4 + measured.ns / 4 };
+            self.graph_ns.store(new.min(crate::AHEAD_NS), Relaxed);
+        }
+        if measured.key == Key::FORGOTTEN {
+            return Correction::of_one(measured.paid_ns, measured.ns);
+        }
+        self.existing(measured.key).unwrap_or(&self.others).measured(measured)
+    }
+
+    /// Forgets `key`: its handle is gone and may come again for something else. The entry keeps its place until another key
+    /// needs it, so that keys behind it are still found.
     pub fn forget(&self, key: Key) {
-        if let Some(entry) = self.find_existing(key).and_then(|i| self.entries.get(i)) {
+        if let Some(entry) = self.existing(key) {
             entry.clear();
         }
     }
@@ -390,26 +355,48 @@ impl Costs {
     }
 
     #[inline]
+    fn at(&self, index: Option<usize>) -> &Entry {
+        index.and_then(|i| self.entries.get(i)).unwrap_or(&self.others)
+    }
+
+    /// The place of `key`, which gets one where it has none.
+    #[inline]
     fn find(&self, key: Key) -> Option<usize> {
         for index in Self::slots(key) {
             let entry = self.entries.get(index)?;
-            let found = entry.key.load(Relaxed);
-            if found == key.0 {
-                return Some(index);
-            }
-            if found == 0 {
-                match entry.key.compare_exchange(0, key.0, Relaxed, Relaxed) {
+            match entry.key.load(Relaxed) {
+                found if found == key.0 => return Some(index),
+                0 => match entry.key.compare_exchange(0, key.0, Relaxed, Relaxed) {
                     Ok(_) => return Some(index),
                     Err(other) if other == key.0 => return Some(index),
                     Err(_) => {}
-                }
+                },
+                _ => {}
             }
         }
-        None
+        self.replace(key)
+    }
+
+    /// Gives `key` the place of another one that was not launched since the last time that somebody looked for a place here.
+    #[cold]
+    fn replace(&self, key: Key) -> Option<usize> {
+        let mut spare = None;
+        for index in Self::slots(key) {
+            let entry = self.entries.get(index)?;
+            let idle = entry.was_idle();
+            if idle && spare.is_none() {
+                spare = Some((index, entry, entry.key.load(Relaxed)));
+            }
+        }
+        let (index, entry, old) = spare?;
+        // Of two threads that want the place one gets it; the other one is one of the others for once.
+        entry.key.compare_exchange(old, key.0, Relaxed, Relaxed).ok()?;
+        entry.clear();
+        Some(index)
     }
 
     #[inline]
-    fn find_existing(&self, key: Key) -> Option<usize> {
-        Self::slots(key).find(|i| self.entries.get(*i).is_some_and(|e| e.key.load(Relaxed) == key.0))
+    fn existing(&self, key: Key) -> Option<&Entry> {
+        Self::slots(key).find_map(|i| self.entries.get(i).filter(|e| e.key.load(Relaxed) == key.0))
     }
 }

@@ -36,6 +36,7 @@ extern crate alloc;
 
 mod bucket;
 mod cost;
+mod entry;
 #[cfg(feature = "meter")]
 mod meter;
 pub mod policy;
@@ -44,9 +45,10 @@ mod steer;
 
 pub use bucket::{AHEAD_NS, Admission, Bucket, SLICE_NS, Terms};
 pub use cost::{
-    BURST_LAUNCHES, Correction, Costs, GRAPH_CLASS, Key, Known, LEAST_NS, Progress, Quote, SAMPLE_EVERY,
-    SAMPLE_EVERY_YOUNG, Size, UNKNOWN_NS, guess_ns,
+    BURST_LAUNCHES, CLOSE_EVERY_NS, Correction, Costs, GRAPH_CLASS, Key, Known, Measurement, Progress, Quote,
+    Sample, Size, UNKNOWN_NS, guess_ns,
 };
+pub use entry::{LEAST_NS, SAMPLE_EVERY, SAMPLE_EVERY_YOUNG};
 #[cfg(feature = "meter")]
 pub use meter::Meter;
 pub use sample::{MAX_WINDOW_NS, MIN_WINDOW_NS, Reading, STALE_NS};

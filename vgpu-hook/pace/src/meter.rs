@@ -2,7 +2,7 @@
 
 use alloc::collections::BTreeMap;
 
-use crate::{MAX_WINDOW_NS, MIN_WINDOW_NS, Reading, STALE_NS};
+use crate::sample::{MAX_WINDOW_NS, MIN_WINDOW_NS, Reading, STALE_NS};
 
 /// Samples are taken together until they cover this much. Longer than two windows, so that a load of long kernels, which
 /// shows as 100 % in one window and not at all in the next, is seen as what it is.
@@ -29,8 +29,10 @@ fn quarters(percent: u32) -> u64 {
 pub struct Meter {
     /// Percent by time stamp and process: what no reading has taken yet.
     samples: BTreeMap<(u64, u32), u32>,
-    /// The newest time stamp of each process.
-    newest: BTreeMap<u32, u64>,
+    /// The newest time stamp of each process, and the answer that it came with.
+    newest: BTreeMap<u32, (u64, u64)>,
+    /// Answers of the driver so far.
+    answers: u64,
     window_ns: u64,
     taken_until: u64,
     held: bool,
@@ -49,6 +51,7 @@ impl Meter {
         Self {
             samples: BTreeMap::new(),
             newest: BTreeMap::new(),
+            answers: 0,
             window_ns: MAX_WINDOW_NS,
             taken_until: 0,
             held: false,
@@ -61,21 +64,25 @@ impl Meter {
         if at_ns == 0 || percent > 100 || self.samples.contains_key(&(at_ns, process)) {
             return;
         }
-        let newest = self.newest.entry(process).or_insert(at_ns);
-        let gap = at_ns.abs_diff(*newest);
-        *newest = at_ns.max(*newest);
-        if at_ns > self.taken_until {
+        let before = self.newest.get(&process).copied();
+        let newest = before.map_or(at_ns, |(before_ns, _)| before_ns.max(at_ns));
+        self.newest.insert(process, (newest, self.answers));
+        if at_ns <= self.taken_until {
             // What was taken is not looked at again: what the driver repeats of it says nothing new.
-            self.samples.insert((at_ns, process), percent);
-            if gap >= MIN_WINDOW_NS * 9 / 10 {
-                self.window_ns = self.window_ns.min(gap.max(MIN_WINDOW_NS));
-            }
+            return;
+        }
+        self.samples.insert((at_ns, process), percent);
+        // A driver that lists each window of a process shows by them how long one is. One that lists the newest only, of a
+        // process that pauses, shows nothing by the time between two answers.
+        let gap = before.filter(|(_, answer)| *answer == self.answers).map(|(ns, _)| at_ns.abs_diff(ns));
+        if let Some(gap) = gap.filter(|gap| *gap >= MIN_WINDOW_NS * 9 / 10) {
+            self.window_ns = self.window_ns.min(gap.max(MIN_WINDOW_NS));
         }
     }
 
     /// The newest time stamp.
     fn newest(&self) -> Option<u64> {
-        self.newest.values().max().copied()
+        self.newest.values().map(|(at_ns, _)| *at_ns).max()
     }
 
     /// The window that the samples have shown.
@@ -109,8 +116,9 @@ impl Meter {
 
     /// The container's utilisation since the last [`Reading::Present`], after a call that NVML answered.
     pub fn take(&mut self, now_ns: u64) -> Reading {
+        self.answers += 1;
         let Some(newest) = self.newest() else { return Reading::Absent };
-        self.newest.retain(|_, at_ns| now_ns.saturating_sub(*at_ns) <= 2 * STALE_NS);
+        self.newest.retain(|_, (at_ns, _)| now_ns.saturating_sub(*at_ns) <= 2 * STALE_NS);
         if newest <= self.taken_until {
             let age_ns = now_ns.saturating_sub(newest);
             return if age_ns <= STALE_NS { Reading::Stale { age_ns } } else { Reading::Absent };
@@ -131,9 +139,13 @@ impl Meter {
             }
             return if is_over { Reading::Absent } else { Reading::Gathering };
         }
-        let of_now = self.samples.range((begin.saturating_add(1), 0)..);
-        let busy: u64 =
-            of_now.map(|((at_ns, _), percent)| quarters(*percent) * self.window_ns.min(at_ns - begin)).sum();
+        // A sample stands for its window, and for no time for which another one of its process does.
+        let mut counted: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut busy = 0;
+        for (&(at_ns, process), percent) in self.samples.range((begin.saturating_add(1), 0)..) {
+            let before = counted.insert(process, at_ns).unwrap_or(begin);
+            busy += quarters(*percent) * self.window_ns.min(at_ns - before);
+        }
         self.taken(newest);
         let per_mille = (busy / (covered_ns / 10 * 4)).min(1000);
         Reading::Present { per_mille: u32::try_from(per_mille).unwrap_or(1000), covered_ns }

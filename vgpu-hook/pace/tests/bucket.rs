@@ -179,3 +179,24 @@ proptest! {
         prop_assert!((share - percent as f64).abs() < 0.5, "{share} of {percent}");
     }
 }
+
+/// A launch that is refused, or turns out to be short, gives back what it took and nothing of what others owe: of prices above
+/// two seconds two seconds were taken.
+#[test]
+fn what_is_given_back_is_what_was_taken() {
+    for percent in [1, 10, 30, 50] {
+        for (paid, due) in
+            [(100 * MS, 0), (700 * MS, 5_000), (60_000 * MS, 0), (u64::MAX, 1_000), (5_000, 90_000 * MS)]
+        {
+            let word = AtomicU64::new(NOW);
+            let bucket = Bucket::over(&word);
+            let other = AtomicU64::new(NOW);
+            assert_eq!(bucket.admit(NOW, paid, terms(percent)), Admission::Go);
+            bucket.settle(NOW, paid, due, terms(percent));
+            if due > 0 {
+                assert_eq!(Bucket::over(&other).admit(NOW, due, terms(percent)), Admission::Go);
+            }
+            assert_eq!(word.load(Relaxed), other.load(Relaxed), "{percent} %, {paid} paid, {due} due");
+        }
+    }
+}

@@ -11,8 +11,8 @@ use core::ffi::{c_int, c_uint, c_void};
 use mullion_pace::{Key, Size};
 
 use super::events::{Driver, Handle};
-use super::pacer::{Paid, Request, give_back};
-use super::{Own, PACER};
+use super::pacer::{Paid, Request};
+use super::{Lane, Own, PACER};
 use crate::container::{self, Gate};
 use crate::cuda::{CUfunction, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams};
 
@@ -75,7 +75,7 @@ macro_rules! launch {
                 } else {
                     let result = $call;
                     if !result.is_ok() {
-                        not_launched(lane, paid);
+                        not_launched(lane, $key, paid);
                     }
                     result
                 }
@@ -97,8 +97,8 @@ fn pay(lane: Own<'static>, request: &Request) -> Paid {
 }
 
 #[cold]
-fn not_launched(lane: Own<'static>, paid: Paid) {
-    give_back(&lane, paid);
+fn not_launched(lane: Own<'static>, key: Key, paid: Paid) {
+    PACER.give_back(&lane, key, paid);
 }
 
 #[inline]
@@ -199,28 +199,26 @@ kernels_ex! {
     kernel_ex_ptsz, true;
 }
 
-/// `cuLaunchCooperativeKernelMultiDevice` (until CUDA 12): pays on every card of the container.
+/// `cuLaunchCooperativeKernelMultiDevice` (until CUDA 12): pays on every card of the container, and is measured on the current
+/// one as a launch of its first kernel.
 pub(crate) unsafe fn cooperative_multi_device(
     real: unsafe extern "C" fn(*mut LaunchParams, c_uint, c_uint) -> CUresult,
     launches: *mut LaunchParams,
     count: c_uint,
     flags: c_uint,
 ) -> CUresult {
-    match container::gate() {
-        Gate::Limited(container) => {
-            // SAFETY: null, or the program's array; the driver refuses a count of 0.
-            if let Some(first) = unsafe { launches.as_ref() }.filter(|_| count > 0) {
-                let request = kernel_request(first.function, first.grid, first.block, first.stream, false);
-                for lane in Own::all(container) {
-                    PACER.admit_only(&lane, &request, &Driver);
-                }
-            }
-        }
-        Gate::Open => {}
-        Gate::Refused(refused) => return refused,
-    }
     // SAFETY: the program's own arguments.
-    unsafe { real(launches, count, flags) }
+    let call = || unsafe { real(launches, count, flags) };
+    // SAFETY: null, or the program's array; the driver refuses a count of 0.
+    let Some(first) = (unsafe { launches.as_ref() }).filter(|_| count > 0) else { return call() };
+    let request = kernel_request(first.function, first.grid, first.block, first.stream, false);
+    if let Gate::Limited(container) = container::gate() {
+        let current = Own::current(container).map(|lane| lane.index());
+        for lane in Own::all(container).filter(|lane| Some(lane.index()) != current) {
+            PACER.admit_only(&lane, &request, &Driver);
+        }
+    }
+    launch!(request.key, request, first.stream, false, call())
 }
 
 /// Threads of a block where the legacy functions were told by `cuFuncSetBlockShape`.
@@ -307,7 +305,7 @@ pub(crate) unsafe fn graph_exec_destroy(
     real: unsafe extern "C" fn(CUgraphExec) -> CUresult,
     graph: CUgraphExec,
 ) -> CUresult {
-    PACER.costs.forget(Key::graph(handle(graph)));
+    PACER.forget(Key::graph(handle(graph)));
     // SAFETY: the program's own argument.
     unsafe { real(graph) }
 }

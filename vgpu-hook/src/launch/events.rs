@@ -11,10 +11,11 @@ use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
-use mullion_pace::{Key, Progress};
+use mullion_pace::{Key, Measurement, Progress, Sample};
 
 use crate::cuda::{CUcontext, CUdevice, CUenum, CUevent, CUresult, CUstream};
 use crate::driver::function;
+use crate::sys::clock;
 
 /// An address as the driver's handles are.
 pub(crate) type Handle = usize;
@@ -176,16 +177,23 @@ pub(super) fn device_count() -> Option<c_int> {
 const FREE: u32 = 0;
 const TAKEN: u32 = 1;
 const FLYING: u32 = 2;
+/// As those two, of a context that may be ending.
+const FREE_HELD: u32 = 3;
+const FLYING_HELD: u32 = 4;
 
 /// One measurement, or the place for one. Its events stay for the next in the same context.
 #[derive(Debug)]
 struct Slot {
     state: AtomicU32,
+    /// A [`Sample`], as a number.
+    sample: AtomicU32,
     card: AtomicUsize,
     context: AtomicUsize,
     start: AtomicUsize,
     stop: AtomicUsize,
     key: AtomicU64,
+    paid_ns: AtomicU64,
+    host_ns: AtomicU64,
     /// When the launch was first seen to have begun, coarse ns.
     began: AtomicU64,
 }
@@ -194,12 +202,33 @@ impl Slot {
     const fn new() -> Self {
         Self {
             state: AtomicU32::new(FREE),
+            sample: AtomicU32::new(0),
             card: AtomicUsize::new(0),
             context: AtomicUsize::new(0),
             start: AtomicUsize::new(0),
             stop: AtomicUsize::new(0),
             key: AtomicU64::new(0),
+            paid_ns: AtomicU64::new(0),
+            host_ns: AtomicU64::new(0),
             began: AtomicU64::new(0),
+        }
+    }
+
+    fn is(&self, state: u32) -> bool {
+        self.state.load(Relaxed) == state
+    }
+
+    fn is_of(&self, context: Handle) -> bool {
+        self.context.load(Relaxed) == context
+    }
+
+    fn measurement(&self, ns: u64) -> Measurement {
+        Measurement {
+            key: Key::from_raw(self.key.load(Relaxed)),
+            ns,
+            host_ns: self.host_ns.load(Relaxed),
+            paid_ns: self.paid_ns.load(Relaxed),
+            sample: sample_of(self.sample.load(Relaxed)),
         }
     }
 
@@ -225,18 +254,39 @@ impl Slot {
     }
 }
 
+/// A [`Sample`] as a number, and back.
+pub(super) const fn number_of(sample: Sample) -> u32 {
+    match sample {
+        Sample::No => 0,
+        Sample::First => 1,
+        Sample::Chance => 2,
+        Sample::Close => 3,
+    }
+}
+
+pub(super) const fn sample_of(number: u32) -> Sample {
+    match number {
+        1 => Sample::First,
+        2 => Sample::Chance,
+        3 => Sample::Close,
+        _ => Sample::No,
+    }
+}
+
 /// Measurements under way. When all places are taken, a launch is not measured.
 #[derive(Debug)]
 pub(super) struct Sampler {
     slots: [Slot; 16],
 }
 
-/// A measurement that ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Measured {
+/// What is to be measured.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Measuring {
     pub(super) card: usize,
     pub(super) key: Key,
-    pub(super) ns: u64,
+    pub(super) stream: Handle,
+    pub(super) paid_ns: u64,
+    pub(super) sample: Sample,
 }
 
 /// Runs `f` with the thread's capture mode relaxed.
@@ -252,83 +302,87 @@ impl Sampler {
         Self { slots: [const { Slot::new() }; 16] }
     }
 
-    /// Whether any measurement is under way.
-    pub(super) fn flying(&self) -> bool {
-        self.slots.iter().any(|s| s.state.load(Relaxed) == FLYING)
+    /// Whether any measurement is under way on a card.
+    pub(super) fn flying(&self, card: usize) -> bool {
+        self.slots.iter().any(|s| s.is(FLYING) && s.card.load(Relaxed) == card)
+    }
+
+    /// A place for a measurement in `context`, taken: one whose events fit, else one without events. Another context's events
+    /// are lost with their place, and what it measures there, so only a context that has no place at all takes one: two
+    /// contexts by turns must not make events for ever, and one that launches no more must not keep the others out.
+    fn place(&self, context: Handle) -> Option<&Slot> {
+        let free = || self.slots.iter().filter(|s| s.is(FREE));
+        if let Some(slot) = free().find(|s| s.is_of(context)).or_else(|| free().find(|s| s.is_of(0))) {
+            return Some(slot).filter(|s| s.take(FREE));
+        }
+        if self.slots.iter().any(|s| s.is_of(context)) {
+            return None;
+        }
+        let others = free().next().map(|s| (s, FREE));
+        let (slot, state) = others.or_else(|| Some((self.slots.iter().find(|s| s.is(FLYING))?, FLYING)))?;
+        Some(slot).filter(|s| s.take(state))
     }
 
     /// Launches by `call` between two events.
     pub(super) fn measure(
         &self,
-        card: usize,
-        key: Key,
-        stream: Handle,
+        what: &Measuring,
         events: &dyn Events,
         call: impl FnOnce() -> CUresult,
     ) -> CUresult {
         let context = events.context();
-        let of = |slot: &Slot, context| slot.context.load(Relaxed) == context;
-        let free = || self.slots.iter().filter(|s| s.state.load(Relaxed) == FREE);
-        // One whose events fit, else one without events. Another context's events are lost with their place, so only a
-        // context that has no place at all takes one: two contexts by turns must not make events for ever.
-        let fitting = free().find(|s| of(s, context)).or_else(|| free().find(|s| of(s, 0)));
-        let taken_over = || free().find(|_| !self.slots.iter().any(|s| of(s, context)));
-        let slot = match fitting.or_else(taken_over) {
-            Some(slot) if context != 0 && slot.take(FREE) => slot,
-            _ => return call(),
-        };
+        let Some(slot) = Some(context).filter(|c| *c != 0).and_then(|c| self.place(c)) else { return call() };
+        let from = clock::monotonic_ns();
         let begun = relaxed(events, || {
-            slot.prepare(context, events) && events.record(slot.start.load(Relaxed), stream)
+            slot.prepare(context, events) && events.record(slot.start.load(Relaxed), what.stream)
         });
         let result = call();
-        let ended = || relaxed(events, || events.record(slot.stop.load(Relaxed), stream));
+        let ended = || relaxed(events, || events.record(slot.stop.load(Relaxed), what.stream));
         let measured = begun && result.is_ok() && ended();
-        slot.card.store(card, Relaxed);
-        slot.key.store(key.get(), Relaxed);
+        slot.host_ns.store(clock::monotonic_ns().saturating_sub(from), Relaxed);
+        slot.card.store(what.card, Relaxed);
+        slot.key.store(what.key.get(), Relaxed);
+        slot.paid_ns.store(what.paid_ns, Relaxed);
+        slot.sample.store(number_of(what.sample), Relaxed);
         slot.began.store(0, Relaxed);
         slot.put(if measured { FLYING } else { FREE });
         result
     }
 
-    /// Shows the measurements of the current context that have ended to `settle`. Whether there were any.
-    pub(super) fn poll(&self, events: &dyn Events, mut settle: impl FnMut(Measured)) -> bool {
-        if !self.flying() {
-            return false;
+    /// Shows the measurements of the current context that have ended to `settle`, with their card.
+    pub(super) fn poll(&self, events: &dyn Events, mut settle: impl FnMut(usize, Measurement)) {
+        if !self.slots.iter().any(|s| s.is(FLYING)) {
+            return;
         }
         let context = events.context();
-        let mut settled = false;
         relaxed(events, || {
             for slot in &self.slots {
-                if slot.context.load(Relaxed) != context || !slot.take(FLYING) {
+                if !slot.is_of(context) || !slot.take(FLYING) {
                     continue;
                 }
                 let (start, stop) = (slot.start.load(Relaxed), slot.stop.load(Relaxed));
                 let query = events.query(stop);
-                let ended = Measured {
-                    card: slot.card.load(Relaxed),
-                    key: Key::from_raw(slot.key.load(Relaxed)),
-                    ns: 0,
-                };
                 let elapsed = if query == Query::Done { events.elapsed_ns(start, stop) } else { None };
+                let ended = elapsed.map(|ns| (slot.card.load(Relaxed), slot.measurement(ns)));
                 if query == Query::Failed {
                     slot.context.store(0, Relaxed);
                 }
                 slot.put(if query == Query::NotYet { FLYING } else { FREE });
-                if let Some(ns) = elapsed {
-                    settle(Measured { ns, ..ended });
-                    settled = true;
+                if let Some((card, measurement)) = ended {
+                    settle(card, measurement);
                 }
             }
         });
-        settled
     }
 
-    /// How far the measurements of `key` in the current context have come.
+    /// How far the measurements of `key` in the current context have come. Where there is none because all places are taken,
+    /// it has to wait as well.
     pub(super) fn progress(&self, key: Key, now_ns: u64, events: &dyn Events) -> Progress {
         let context = events.context();
-        let mut progress = Progress::None;
+        let full = !self.slots.iter().any(|s| s.is(FREE));
+        let mut progress = if full { Progress::Queued } else { Progress::None };
         for slot in &self.slots {
-            let here = slot.key.load(Relaxed) == key.get() && slot.context.load(Relaxed) == context;
+            let here = slot.key.load(Relaxed) == key.get() && slot.is_of(context);
             if !here || !slot.take(FLYING) {
                 continue;
             }
@@ -346,13 +400,42 @@ impl Sampler {
         progress
     }
 
-    /// Forgets all events: they go with their context.
-    pub(super) fn forget(&self) {
-        for slot in &self.slots {
-            if slot.take(FLYING) || slot.take(FREE) {
-                slot.context.store(0, Relaxed);
-                slot.put(FREE);
+    /// `key` is gone: what is still measured of it is of nobody who could come again.
+    pub(super) fn forget(&self, key: Key) {
+        for slot in self.slots.iter().filter(|s| s.key.load(Relaxed) == key.get()) {
+            slot.key.store(Key::FORGOTTEN.get(), Relaxed);
+        }
+    }
+
+    /// A context may be ending, and its events with it: they are not touched any more until [`Sampler::ended`]. 0 = one of
+    /// the card `card` that is not known.
+    pub(super) fn hold(&self, context: Handle, card: usize) {
+        for slot in self.of(context, card) {
+            if slot.take(FLYING) {
+                slot.put(FLYING_HELD);
+            } else if slot.take(FREE) {
+                slot.put(FREE_HELD);
             }
         }
+    }
+
+    /// The context that was held ended, or not.
+    pub(super) fn ended(&self, context: Handle, card: usize, gone: bool) {
+        for slot in self.of(context, card) {
+            let (flew, was_free) = (slot.take(FLYING_HELD), slot.take(FREE_HELD));
+            if gone && (flew || was_free) {
+                slot.context.store(0, Relaxed);
+            }
+            if flew || was_free {
+                slot.put(if flew && !gone { FLYING } else { FREE });
+            }
+        }
+    }
+
+    fn of(&self, context: Handle, card: usize) -> impl Iterator<Item = &Slot> {
+        self.slots.iter().filter(move |slot| {
+            let known = slot.context.load(Relaxed);
+            known != 0 && (known == context || (context == 0 && slot.card.load(Relaxed) == card))
+        })
     }
 }

@@ -55,15 +55,20 @@ pub(crate) trait Lane: Copy {
 
     /// Whether the gate is closed `waited_ns` after a launch came to it.
     fn is_gated(&self, now_ns: u64, waited_ns: u64) -> bool {
-        let recent = self.tail().recent_kernel.load(Relaxed);
-        let age = match (self.by_hand(), self.page().heartbeat.load(Relaxed)) {
-            (true, _) => None,
-            // Never looked after: as good as dead.
-            (false, 0) => Some(u64::MAX),
-            (false, beat) => Some(now_ns.saturating_sub(beat)),
-        };
-        policy::gate_closed(recent, age, waited_ns)
+        is_gated(self, now_ns, waited_ns)
     }
+}
+
+/// As [`Lane::is_gated`].
+pub(super) fn is_gated(lane: &impl Lane, now_ns: u64, waited_ns: u64) -> bool {
+    let recent = lane.tail().recent_kernel.load(Relaxed);
+    let age = match (lane.by_hand(), lane.page().heartbeat.load(Relaxed)) {
+        (true, _) => None,
+        // Never looked after: as good as dead.
+        (false, 0) => Some(u64::MAX),
+        (false, beat) => Some(now_ns.saturating_sub(beat)),
+    };
+    policy::gate_closed(recent, age, waited_ns)
 }
 
 /// A card of this process's container.

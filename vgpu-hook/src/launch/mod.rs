@@ -27,11 +27,43 @@ pub(crate) use calls::*;
 pub(crate) use capture::*;
 use lane::{Lane, Own};
 
+use crate::container::Container;
 use pacer::Pacer;
 
 static PACER: Pacer = Pacer::new();
 
-/// A context is about to be destroyed or reset: its events go with it. To be called before the driver is.
-pub(crate) fn context_gone() {
-    PACER.sampler.forget();
+/// A context that may be ending: the events in it go with it. To be made before the driver is asked.
+#[derive(Debug)]
+pub(crate) struct Ending {
+    context: usize,
+    card: usize,
+    gone: bool,
+}
+
+impl Ending {
+    /// Of a context, 0 = an unknown one of the card at this place in the container.
+    pub(crate) fn begin(context: u64, card: u8) -> Self {
+        let context = usize::try_from(context).unwrap_or(0);
+        let ending = Self { context, card: card.into(), gone: false };
+        PACER.sampler.hold(ending.context, ending.card);
+        ending
+    }
+
+    /// It has ended, or has not.
+    pub(crate) fn over(mut self, gone: bool) {
+        self.gone = gone;
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        PACER.sampler.ended(self.context, self.card, self.gone);
+    }
+}
+
+/// The program waited for what it had launched: what is known of that now is entered.
+pub(crate) fn settle(container: &'static Container) {
+    if let Some(lane) = Own::current(container) {
+        PACER.poll(&lane, &events::Driver);
+    }
 }

@@ -2,15 +2,17 @@
 
 use core::num::NonZeroU64;
 use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64};
 
 use mullion_pace::policy::{JUST_LAUNCHED, STAMP_NS};
-use mullion_pace::{Admission, Correction, Costs, Key, Progress, Quote, SLICE_NS, Size, Terms, guess_ns};
+use mullion_pace::{
+    Admission, CLOSE_EVERY_NS, Costs, Key, Progress, Quote, SLICE_NS, Sample, Size, Terms, guess_ns,
+};
 use mullion_region::MAX_DEVICES;
 
 use super::Lane;
 use super::capture::Captures;
-use super::events::{Events, Handle, Measured, Sampler};
+use super::events::{Events, Handle, Measuring, Sampler, number_of, sample_of};
 use crate::cuda::CUresult;
 use crate::sys::{clock, futex_wait};
 
@@ -29,9 +31,6 @@ const GRAPH_NS: u64 = 1_000_000;
 const RESIDENT: u64 = 132 * 2048;
 /// Launches after which stamps are looked at even though the agent's heartbeat does not move.
 pub(super) const STAMP_EVERY: u32 = 64;
-/// Of launches that pay by the clock one is measured this long after the one before, whatever its function: a function
-/// that takes longer than it did is soon known, and two events cost nothing in such a time.
-const SAMPLE_NS: u64 = 5_000_000;
 /// Slices while a first measurement is under way: what it says may end the wait.
 const MEASURING_SLICE_NS: u64 = 1_000_000;
 
@@ -42,20 +41,20 @@ struct Local {
     /// Launches that may pass until the stamps are looked at.
     left: AtomicU32,
     beat: AtomicU64,
-    /// Charged, not yet added to the container's word.
-    spent_ns: AtomicU64,
+    /// Charged, not yet added to the container's word; less than 0 where more was given back.
+    spent_ns: AtomicI64,
     /// Threads that the card can hold at once, 0 = not asked yet.
     resident: AtomicU64,
     /// The clock when it was last read.
     now: AtomicU64,
-    /// The clock when a launch was last measured because it was time.
+    /// The clock when a launch that paid by it was last measured.
     sampled: AtomicU64,
 }
 
 impl Local {
     #[inline]
     fn spent(&self, ns: u64) {
-        self.spent_ns.store(self.spent_ns.load(Relaxed).saturating_add(ns), Relaxed);
+        self.spent_ns.store(self.spent_ns.load(Relaxed).saturating_add_unsigned(ns), Relaxed);
     }
 }
 
@@ -76,17 +75,22 @@ impl Paid {
     const NOTHING: Self = Self(NonZeroU64::MIN);
 
     #[inline]
-    fn new(ns: u64, sample: bool) -> Self {
-        Self(NonZeroU64::MIN | (ns << 2 | u64::from(sample) << 1))
+    fn new(ns: u64, sample: Sample) -> Self {
+        Self(NonZeroU64::MIN | (ns << 3 | u64::from(number_of(sample)) << 1))
     }
 
     #[inline]
     pub(super) const fn is_sample(self) -> bool {
-        self.0.get() & 2 != 0
+        self.0.get() & 6 != 0
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "two bits")]
+    const fn sample(self) -> Sample {
+        sample_of(self.0.get() as u32 >> 1 & 3)
     }
 
     const fn ns(self) -> u64 {
-        self.0.get() >> 2
+        self.0.get() >> 3
     }
 }
 
@@ -100,7 +104,7 @@ impl Pacer {
                 Local {
                     left: AtomicU32::new(0),
                     beat: AtomicU64::new(0),
-                    spent_ns: AtomicU64::new(0),
+                    spent_ns: AtomicI64::new(0),
                     resident: AtomicU64::new(0),
                     now: AtomicU64::new(0),
                     sampled: AtomicU64::new(0),
@@ -143,7 +147,7 @@ impl Pacer {
         }
         let result = call();
         if !result.is_ok() {
-            give_back(lane, paid);
+            self.give_back(lane, request.key, paid);
         }
         result
     }
@@ -193,12 +197,29 @@ impl Pacer {
         let result = if captured {
             call()
         } else {
-            self.sampler.measure(lane.index(), request.key, request.stream, events, call)
+            let (card, key, stream) = (lane.index(), request.key, request.stream);
+            let what = Measuring { card, key, stream, paid_ns: paid.ns(), sample: paid.sample() };
+            self.sampler.measure(&what, events, call)
         };
         if !result.is_ok() {
-            give_back(lane, paid);
+            self.give_back(lane, request.key, paid);
         }
         result
+    }
+
+    /// The driver refused a launch that had paid.
+    #[cold]
+    pub(super) fn give_back(&self, lane: &impl Lane, key: Key, paid: Paid) {
+        self.costs.refused(key, paid.ns());
+        if let Some(terms) = lane.terms() {
+            lane.bucket().settle(clock::coarse_ns(), paid.ns(), 0, terms);
+        }
+    }
+
+    /// A graph is gone: its handle may come again for another one.
+    pub(super) fn forget(&self, key: Key) {
+        self.sampler.forget(key);
+        self.costs.forget(key);
     }
 
     /// Admits `request` on a card that it is not launched from.
@@ -254,8 +275,14 @@ impl Pacer {
             Admission::Wait(ns) => self.wait(lane, request, measurable, ns, events)?,
         };
         self.costs.book(&quote);
-        if quote.sample || now.saturating_sub(local.sampled.load(Relaxed)) >= SAMPLE_NS {
-            quote.sample |= measurable && quote.known;
+        let due = measurable
+            && quote.known
+            && quote.sample == Sample::No
+            && now.saturating_sub(local.sampled.load(Relaxed)) >= CLOSE_EVERY_NS;
+        if due {
+            quote.sample = Sample::Close;
+        }
+        if quote.sample != Sample::No {
             local.sampled.store(now, Relaxed);
         }
         Some(quote)
@@ -312,15 +339,15 @@ impl Pacer {
         lane.words().waits.fetch_add(1, Relaxed);
         let (mut ns, mut since) = (first_ns, clock::coarse_ns());
         loop {
-            let slice = if measurable && self.sampler.flying() { MEASURING_SLICE_NS } else { SLICE_NS };
+            let slice =
+                if measurable && self.sampler.flying(lane.index()) { MEASURING_SLICE_NS } else { SLICE_NS };
             sleep(lane, ns.min(slice));
             let now = clock::coarse_ns();
             lane.words().wait_ns.fetch_add(now.saturating_sub(since), Relaxed);
-            since = now;
             if measurable {
                 self.poll(lane, events);
             }
-            pass_gate(lane);
+            since = pass_gate(lane).unwrap_or(now);
             let terms = lane.terms()?;
             let quote = self.quote(lane, request, measurable, now, events);
             match lane.bucket().admit(now, quote.ns, terms) {
@@ -331,16 +358,13 @@ impl Pacer {
     }
 
     /// Enters the measurements that have ended.
-    fn poll(&self, lane: &impl Lane, events: &impl Events) {
-        self.sampler.poll(events, |Measured { card, key, ns }| {
-            let correction = self.costs.measured(key, ns);
-            let Some(terms) = lane.terms().filter(|_| card == lane.index()) else { return };
-            let (bucket, now) = (lane.bucket(), clock::coarse_ns());
-            match correction {
-                Correction::None => {}
-                Correction::Charge(ns) => bucket.charge(now, ns, terms),
-                Correction::Refund(ns) => bucket.refund(now, ns, terms),
-            }
+    pub(super) fn poll(&self, lane: &impl Lane, events: &impl Events) {
+        self.sampler.poll(events, |card, measurement| {
+            let correction = self.costs.measured(&measurement);
+            let local = self.local.get(card).filter(|_| card == lane.index());
+            let (Some(terms), Some(local)) = (lane.terms(), local) else { return };
+            local.spent_ns.fetch_add(correction.charge_ns(), Relaxed);
+            lane.bucket().correct(clock::coarse_ns(), correction, terms);
         });
     }
 }
@@ -353,34 +377,36 @@ fn sleep(lane: &impl Lane, ns: u64) {
     let _ = futex_wait(word.as_ptr(), seen, ns.clamp(1, SLICE_NS));
 }
 
-/// Waits while a more urgent container is at work. Not counted among the waits for the bucket: the agent would take them
-/// for a share that is held too tight.
-fn pass_gate(lane: &impl Lane) {
-    if lane.tail().recent_kernel.load(Relaxed) >= 0 {
-        return;
+/// Waits while a more urgent container is at work; when that was over, if it waited. Not counted among the waits for the
+/// bucket: the agent would take them for a share that is held too tight.
+fn pass_gate(lane: &impl Lane) -> Option<u64> {
+    let gated = lane.tail().recent_kernel.load(Relaxed);
+    if gated >= 0 {
+        return None;
     }
     let began = clock::coarse_ns();
     loop {
         let now = clock::coarse_ns();
         if !lane.is_gated(now, now.saturating_sub(began)) {
-            return;
+            if lane.by_hand() {
+                // Whoever closed it is gone, or would have opened it: the next launch need not wait as long again.
+                let _ = lane.tail().recent_kernel.compare_exchange(gated, 0, Relaxed, Relaxed);
+            }
+            return Some(now);
         }
         sleep(lane, SLICE_NS);
     }
 }
 
-/// The driver refused a launch that had paid.
-#[cold]
-pub(super) fn give_back(lane: &impl Lane, paid: Paid) {
-    if let Some(terms) = lane.terms() {
-        lane.bucket().refund(clock::coarse_ns(), paid.ns(), terms);
-    }
-}
-
 #[cold]
 fn renew(lane: &impl Lane, local: &Local) {
-    pass_gate(lane);
-    lane.words().spent_ns.fetch_add(local.spent_ns.swap(0, Relaxed), Relaxed);
+    let _ = pass_gate(lane);
+    // The container's word only grows: what was given back is made up for first.
+    let spent = local.spent_ns.load(Relaxed);
+    if let Ok(ns @ 1..) = u64::try_from(spent) {
+        local.spent_ns.fetch_sub(spent, Relaxed);
+        lane.words().spent_ns.fetch_add(ns, Relaxed);
+    }
     let recent = &lane.tail().recent_kernel;
     let value = recent.load(Relaxed);
     if value >= 0 && value != JUST_LAUNCHED {

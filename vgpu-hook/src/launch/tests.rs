@@ -11,13 +11,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 use std::vec::Vec;
 
-use mullion_pace::policy::{GATED, JUST_LAUNCHED, PERIOD_NS, Policy};
-use mullion_pace::{Correction, Key, SCALE_ONE, Size};
+use mullion_pace::policy::{GATED, JUST_LAUNCHED, PERIOD_NS, Policy, UNVOUCHED_GATE_NS};
+use mullion_pace::{Key, Measurement, Progress, SCALE_ONE, Sample, Size};
 
 use super::Lane;
 use super::capture::Capture;
-use super::events::{Events, Handle, Query};
-use super::lane::Calm;
+use super::events::{Events, Handle, Measuring, Query};
+use super::lane::{Calm, is_gated};
 use super::pacer::{Pacer, Request};
 use crate::container::{CardWords, HamiTail, Page, PageCard};
 use crate::cuda::{CUenum, CUresult};
@@ -48,7 +48,7 @@ impl Files {
     }
 
     fn lane(&self, by_hand: Option<Policy>) -> Given<'_> {
-        Given { files: self, by_hand }
+        Given { files: self, by_hand, gate_ns: None }
     }
 }
 
@@ -57,6 +57,8 @@ impl Files {
 struct Given<'a> {
     files: &'a Files,
     by_hand: Option<Policy>,
+    /// A gate is believed for so long.
+    gate_ns: Option<u64>,
 }
 
 impl Lane for Given<'_> {
@@ -80,6 +82,10 @@ impl Lane for Given<'_> {
     }
     fn policy(&self) -> Policy {
         self.by_hand.unwrap_or_default()
+    }
+    fn is_gated(&self, now_ns: u64, waited_ns: u64) -> bool {
+        let stale = self.gate_ns.map(|ns| waited_ns * UNVOUCHED_GATE_NS / ns);
+        is_gated(self, now_ns, stale.unwrap_or(waited_ns))
     }
 }
 
@@ -146,10 +152,19 @@ fn request() -> Request {
     Request { key: Key::function(0x1000, size), size: Some(size), stream: 1 }
 }
 
+fn measuring() -> Measuring {
+    Measuring { card: 0, key: request().key, stream: 1, paid_ns: MS, sample: Sample::Chance }
+}
+
 fn pacer(known_ns: Option<u64>) -> Box<Pacer> {
     let pacer = Box::new(Pacer::new());
     if let Some(ns) = known_ns {
-        assert_eq!(pacer.costs.measured(request().key, ns), Correction::None);
+        let quote = pacer.costs.quote(request().key, true, || ns, || Progress::None);
+        pacer.costs.book(&quote);
+        let measurement =
+            Measurement { key: request().key, ns, host_ns: 0, paid_ns: quote.ns, sample: quote.sample };
+        let _ = pacer.costs.measured(&measurement);
+        assert_eq!(pacer.costs.known(request().key).map(|k| k.ns), Some(ns));
     }
     pacer
 }
@@ -256,7 +271,7 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
     };
     call(&fake);
     assert_eq!(*fake.log.borrow(), ["create", "create", "record", "call", "record"]);
-    assert!(pacer.sampler.flying() && pacer.costs.known(request().key).is_none());
+    assert!(pacer.sampler.flying(0) && pacer.costs.known(request().key).is_none());
     let charged = files.words.tat.load(Relaxed);
     fake.running = false;
     call(&fake);
@@ -269,7 +284,8 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
     }
     assert_eq!(fake.created.load(Relaxed), 2);
     // Until their context goes.
-    pacer.sampler.forget();
+    pacer.sampler.hold(7, 0);
+    pacer.sampler.ended(7, 0, true);
     for _ in 0..130 {
         call(&fake);
     }
@@ -290,7 +306,7 @@ fn a_captured_launch_is_neither_charged_nor_measured() {
     // A launch into another stream meanwhile is charged and measured: a capture may last as long as its program likes.
     fake.captured = false;
     let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
-    assert!(files.words.tat.load(Relaxed) > tat && pacer.sampler.flying());
+    assert!(files.words.tat.load(Relaxed) > tat && pacer.sampler.flying(0));
 }
 
 #[test]
@@ -303,7 +319,7 @@ fn a_stream_that_is_captured_while_its_launch_waits_gets_no_event() {
     pacer.captures.add(Capture { stream: 1, context: 7, device: 0, graphics: false });
     fake.captured = true;
     let _ = pacer.measured(&lane, &request(), paid, &fake, || CUresult::SUCCESS);
-    assert!(fake.log.borrow().is_empty() && !pacer.sampler.flying());
+    assert!(fake.log.borrow().is_empty() && !pacer.sampler.flying(0));
 }
 
 /// Launches on another thread while `change` is made; how long it took.
@@ -451,12 +467,106 @@ fn contexts_by_turns_do_not_make_events_for_ever() {
         for fake in order {
             fake.running = running;
             for _ in 0..16 {
-                let result = pacer.sampler.measure(0, request().key, 1, fake, || CUresult::SUCCESS);
+                let result = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
                 assert_eq!(result, CUresult::SUCCESS);
             }
-            pacer.sampler.poll(fake, |_| {});
+            pacer.sampler.poll(fake, |_, _| {});
         }
     }
     let made = first.created.load(Relaxed) + second.created.load(Relaxed);
     assert!(made <= 2 * (16 + 2), "{made} events");
+}
+
+/// A program that warms up on one card and works on another.
+#[test]
+fn measurements_that_stay_in_one_context_do_not_keep_others_out() {
+    let (files, pacer) = (Files::new(30), pacer(None));
+    let (mut first, mut second) = (Fake::new(MS), Fake::new(5 * MS));
+    (first.context, second.context, first.running) = (1, 2, true);
+    for _ in 0..16 {
+        let _ = pacer.sampler.measure(&measuring(), &first, || CUresult::SUCCESS);
+    }
+    for _ in 0..3 {
+        let _ = pacer.launch(&files.lane(None), &request(), &second, || CUresult::SUCCESS);
+    }
+    assert_eq!(pacer.costs.known(request().key).map(|k| k.ns), Some(5 * MS));
+}
+
+/// One of two contexts is destroyed again and again; what is measured in the other one goes on, with the same events.
+#[test]
+fn the_end_of_a_context_touches_no_measurement_elsewhere() {
+    let pacer = pacer(None);
+    let (mut stays, mut goes) = (Fake::new(MS), Fake::new(MS));
+    (stays.context, goes.context) = (1, 2);
+    for _ in 0..100 {
+        for fake in [&mut stays, &mut goes] {
+            fake.running = true;
+            let _ = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
+        }
+        pacer.sampler.hold(2, 0);
+        let mut seen = 0;
+        goes.running = false;
+        pacer.sampler.poll(&goes, |_, _| seen += 1);
+        assert_eq!(seen, 0, "a context that is being destroyed was asked");
+        pacer.sampler.ended(2, 0, true);
+        stays.running = false;
+        pacer.sampler.poll(&stays, |_, _| seen += 1);
+        assert_eq!(seen, 1);
+    }
+    assert_eq!((stays.created.load(Relaxed), goes.created.load(Relaxed)), (2, 200));
+    // One that was given up by one of several goes on.
+    stays.running = true;
+    let _ = pacer.sampler.measure(&measuring(), &stays, || CUresult::SUCCESS);
+    pacer.sampler.hold(0, 0);
+    pacer.sampler.ended(0, 0, false);
+    let mut seen = 0;
+    stays.running = false;
+    pacer.sampler.poll(&stays, |_, _| seen += 1);
+    assert_eq!(seen, 1);
+}
+
+/// HK-09: the agent takes waits for a share that is held too tight.
+#[test]
+fn time_at_the_gate_is_no_wait_for_the_bucket() {
+    let files: &'static Files = Box::leak(Files::new(50));
+    let pacer: &'static Pacer = Box::leak(pacer(Some(MS)));
+    files.words.tat.store(clock::coarse_ns() + 150 * MS, Relaxed);
+    let took = meanwhile(files, pacer, None, 50, || {
+        files.tail.recent_kernel.store(GATED, Relaxed);
+        thread::sleep(Duration::from_millis(500));
+        // Others of the container launched meanwhile: it has to wait again.
+        files.words.tat.store(clock::coarse_ns() + 100 * MS, Relaxed);
+        files.tail.recent_kernel.store(0, Relaxed);
+    });
+    let waited = files.words.wait_ns.load(Relaxed);
+    assert!(took >= Duration::from_millis(600), "{took:?}");
+    assert!((100 * MS..400 * MS).contains(&waited), "{waited}");
+}
+
+/// HAMi's monitor died while it held somebody back: one launch waits for it, the next ones do not.
+#[test]
+fn a_gate_that_nobody_looks_after_is_open_once_it_was_waited_for() {
+    let (files, pacer, fake) = (Files::new(0), pacer(None), Fake::new(0));
+    files.tail.recent_kernel.store(GATED, Relaxed);
+    let lane = Given { gate_ns: Some(200 * MS), ..files.lane(Some(Policy::Default)) };
+    let launch = || {
+        let begin = Instant::now();
+        let _ = pacer.launch(&lane, &request(), &fake, || CUresult::SUCCESS);
+        begin.elapsed()
+    };
+    assert!(launch() >= Duration::from_millis(200));
+    let again = launch();
+    assert!(again < Duration::from_millis(200), "{again:?}");
+}
+
+/// What is charged and given back is one account, which the agent reads.
+#[test]
+fn what_was_spent_is_what_was_charged_in_the_end() {
+    let (files, pacer, fake) = (Files::new(50), pacer(None), Fake::new(5_000));
+    for _ in 0..1_000 {
+        let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+        files.page.heartbeat.fetch_add(1, Relaxed);
+    }
+    let spent = files.words.spent_ns.load(Relaxed);
+    assert!((4_900_000..=6_000_000).contains(&spent), "{spent} ns for 1,000 launches of 5 us");
 }

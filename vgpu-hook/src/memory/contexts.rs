@@ -321,14 +321,15 @@ pub(super) fn make_primary(
     Ok(made)
 }
 
-/// A reference to a card's primary context was given up: charges it no longer if that was the last one. The lock is
-/// held.
-pub(super) fn primary_left(container: &'static Container, card: &Card, device: CUdevice) {
+/// A reference to a card's primary context was given up: charges it no longer if that was the last one, and says so. The
+/// lock is held.
+pub(super) fn primary_left(container: &'static Container, card: &Card, device: CUdevice) -> bool {
     if looks::primary_is_active(device) {
-        return;
+        return false;
     }
     let context = container.books.contexts.primary(card).map_or(0, |place| place.swap(0, Relaxed));
     gone(container, context, Kind::Context);
+    true
 }
 
 #[cold]
@@ -348,20 +349,19 @@ pub(crate) unsafe fn primary_end(
     real: unsafe extern "C" fn(CUdevice) -> CUresult,
     device: CUdevice,
 ) -> CUresult {
-    launch::context_gone();
     let Ok((container, card)) = card_of(device) else {
         // SAFETY: the caller's own argument.
         return unsafe { real(device) };
     };
     let _held = container.books.contexts.hold(card);
+    let known = container.books.contexts.primary(card).map_or(0, |place| place.load(Relaxed));
+    let ending = launch::Ending::begin(known, card.index);
     let _hidden = container.books.measuring.hidden();
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(device) };
     container::fault_point();
-    if result.is_ok() {
-        primary_left(container, card, device);
-    }
+    ending.over(result.is_ok() && primary_left(container, card, device));
     result
 }
 
@@ -514,12 +514,12 @@ unsafe fn end(
     context: CUcontext,
     is_gone: impl FnOnce() -> bool,
 ) -> CUresult {
-    launch::context_gone();
     let Ok(container) = counted() else {
         // SAFETY: the caller's own argument.
         return unsafe { real(context) };
     };
     let handle = context.addr() as u64;
+    let ending = launch::Ending::begin(handle, 0);
     let entry = container.books.objects.get(key_of(Kind::Context, handle));
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
     let _hidden = container.books.measuring.hidden();
@@ -527,9 +527,11 @@ unsafe fn end(
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     container::fault_point();
-    if result.is_ok() && is_gone() {
+    let is_gone = result.is_ok() && is_gone();
+    if is_gone {
         gone(container, handle, Kind::Context);
     }
+    ending.over(is_gone);
     result
 }
 

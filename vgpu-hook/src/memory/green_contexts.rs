@@ -90,6 +90,17 @@ unsafe fn green_create_beside_primary(
     })
 }
 
+/// The context by which a green one is launched into, 0 = not known.
+fn context_of(green: CUgreenCtx) -> u64 {
+    let ask = driver::function!(
+        cuCtxFromGreenCtx: unsafe extern "C" fn(*mut CUcontext, CUgreenCtx) -> CUresult
+    );
+    let mut context = core::ptr::null_mut();
+    // SAFETY: a place for the answer, and the caller's own argument.
+    let known = ask.is_some_and(|ask| unsafe { ask(&raw mut context, green) }.is_ok());
+    if known { context.addr() as u64 } else { 0 }
+}
+
 /// `cuGreenCtxDestroy`.
 ///
 /// # Safety
@@ -98,17 +109,18 @@ pub(crate) unsafe fn green_destroy(
     real: unsafe extern "C" fn(CUgreenCtx) -> CUresult,
     context: CUgreenCtx,
 ) -> CUresult {
-    launch::context_gone();
     let Ok(container) = counted() else {
         // SAFETY: the caller's own argument.
         return unsafe { real(context) };
     };
     let key = key_of(Kind::GreenContext, context.addr() as u64);
     let entry = container.books.objects.take(key);
+    let ending = launch::Ending::begin(context_of(context), entry.map_or(0, |entry| entry.card));
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
     let _hidden = container.books.measuring.hidden();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
+    ending.over(result.is_ok());
     if let Some(entry) = entry
         && let Some(card) = container.card_at(entry.card)
     {

@@ -418,6 +418,7 @@ fn then_observe_all(real: impl FnOnce() -> CUresult) -> CUresult {
     if let Ok(container) = counted() {
         container.books.pools.observe_all(container);
         container.books.graphs.observe_launched(container);
+        launch::settle(container);
     }
     result
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use mullion_pace::Key;
+use mullion_pace::Measurement;
 
 /// Time slice of a process while others have work.
 const SLICE: u64 = 2_000_000;
@@ -10,8 +10,9 @@ const SLICE: u64 = 2_000_000;
 #[derive(Debug)]
 pub struct Kernel {
     pub left: u64,
-    /// Where the launch is measured: the key, and when the kernel first ran.
-    pub sample: Option<Key>,
+    /// Where the launch is measured: what is known of it before it ran.
+    pub sample: Option<Measurement>,
+    /// When the kernel first ran.
     pub started: Option<u64>,
 }
 
@@ -19,8 +20,7 @@ pub struct Kernel {
 #[derive(Debug)]
 pub struct Measured {
     pub process: usize,
-    pub key: Key,
-    pub ns: u64,
+    pub measurement: Measurement,
 }
 
 #[derive(Debug)]
@@ -72,8 +72,9 @@ impl Card {
             self.busy[process] += run;
             self.now += run;
             if kernel.left == 0 {
-                if let Some(key) = kernel.sample {
-                    self.measured.push(Measured { process, key, ns: self.now - started });
+                if let Some(measurement) = kernel.sample {
+                    let measurement = Measurement { ns: self.now - started, ..measurement };
+                    self.measured.push(Measured { process, measurement });
                 }
                 self.queues[process].pop_front();
                 if self.queues[process].len() < self.wake_below[process] {

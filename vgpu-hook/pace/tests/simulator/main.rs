@@ -22,7 +22,8 @@ const START_UP: u64 = 15 * S;
 const GUESS_START_UP: u64 = 45 * S;
 const MEASURE: u64 = 60 * S;
 
-const PLAIN: Nvml = Nvml { window: S, late: 0, missing: None, absent: None, rounds: false };
+const PLAIN: Nvml =
+    Nvml { window: S, late: 0, missing: None, absent: None, newest_only: false, rounds: false };
 const SYNC: Habit = Habit::Sync { think: 0 };
 const DEEP: Habit = Habit::Deep { depth: 1024 };
 
@@ -198,9 +199,10 @@ fn samples_stale_missing_absent_or_short() {
     let load = || tenants(&[(30, process(DEEP, 2 * MS)), (70, process(SYNC, 6 * MS))]);
     let cases = [
         ("windows of 1/6 s", Nvml { window: S / 6, ..PLAIN }),
+        ("windows of 1/6 s, the newest of each process", Nvml { window: S / 6, newest_only: true, ..PLAIN }),
         ("up to 9 s late", Nvml { late: 9 * S, ..PLAIN }),
         ("every other call fails", Nvml { missing: Some(2), ..PLAIN }),
-        ("one sample in forty not listed", Nvml { absent: Some(40), window: S / 6, ..PLAIN }),
+        ("one sample in fifty not listed", Nvml { absent: Some(50), window: S / 6, ..PLAIN }),
     ];
     for (name, nvml) in cases {
         let mut s = scenario(load());
@@ -217,6 +219,24 @@ fn a_dead_agent_changes_nothing_and_blocks_nobody() {
     let mut s = scenario(tenants(&[(30, process(DEEP, 2 * MS)), (70, process(SYNC, 6 * MS))]));
     s.agent_dead = 20 * S..50 * S;
     holds("no agent for 30 s", &s);
+}
+
+/// A driver that tells the newest window of each process, and a tenant that pauses: its share is the same after a pause as
+/// before.
+#[test]
+fn a_pause_costs_nobody_its_share() {
+    for (seed, duty) in [(1, (3, 4)), (2, (7, 9)), (3, (1, 2)), (4, (13, 14))] {
+        let pausing = Process { duty, ..process(Habit::Deep { depth: 16 }, MS) };
+        let mut s = scenario(tenants(&[(30, pausing)]));
+        s.seed = seed;
+        s.nvml = Nvml { window: S / 6, newest_only: true, ..PLAIN };
+        let outcomes = run(&s, MEASURE);
+        show(&format!("at work for {} s of {}", duty.0, duty.1), &s, &outcomes);
+        // Its pauses count as time in which it used less than its share.
+        let least = 30.0 * duty.0 as f64 / duty.1 as f64;
+        assert!((least - 3.0..=33.0).contains(&outcomes[0].share), "{duty:?}: {outcomes:?}");
+        assert!((0.6..1.2).contains(&outcomes[0].scale), "{duty:?}: {outcomes:?}");
+    }
 }
 
 /// Without an agent, or with one that NVML never answers, the measured costs stand alone. On a full card they contain
@@ -319,6 +339,27 @@ fn a_function_that_takes_longer_later_gets_its_share() {
     let mut s = scenario(tenants(&[(30, load), (70, process(DEEP, MS))]));
     s.start_up = 45 * S;
     holds("30 %, 50 us for 30 s, then 10 ms; full card", &s);
+}
+
+/// A function whose launches take very different times, alone and by hand, and on a full card.
+#[test]
+fn functions_that_vary_get_their_share() {
+    for (one_in, short, long) in
+        [(2, 500 * US, 5 * MS), (4, 100 * US, 5 * MS), (10, 100 * US, 2 * MS), (10, 50 * US, MS)]
+    {
+        let load = |depth| {
+            let mut load = process(Habit::Deep { depth }, short);
+            load.sometimes = Some((one_in, long));
+            load
+        };
+        let name = format!("one in {one_in}: {} ms instead of {} us", long / MS, short / US);
+        for depth in [4, 64] {
+            let mut s = scenario(tenants(&[(30, load(depth))]));
+            s.agent_dead = 0..u64::MAX;
+            holds(&format!("30 % by hand, {depth} deep, {name}"), &s);
+        }
+        holds(&format!("30/70, {name}"), &scenario(tenants(&[(30, load(64)), (70, process(DEEP, MS))])));
+    }
 }
 
 /// What cannot be seen: NVML gives whole percent and lists no process below one. The container gets less than a point more

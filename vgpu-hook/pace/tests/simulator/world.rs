@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicU64;
 
 use mullion_pace::policy::{self, Activity, PERIOD_NS, Policy, STAMP_NS, Task};
 use mullion_pace::{
-    Admission, Bucket, Correction, Costs, Key, MAX_WINDOW_NS, Meter, Observation, Progress, Reading,
-    SCALE_ONE, SLICE_NS, Size, Steer, Terms, guess_ns,
+    Admission, Bucket, CLOSE_EVERY_NS, Costs, Key, MAX_WINDOW_NS, Measurement, Meter, Observation, Progress,
+    Reading, SCALE_ONE, SLICE_NS, Sample, Size, Steer, Terms, guess_ns,
 };
 
 use crate::card::{Card, Kernel};
@@ -50,6 +50,8 @@ pub struct Process {
     pub same: bool,
     /// At work only in the first so many seconds of each so many.
     pub duty: (u64, u64),
+    /// One launch in so many, by chance, takes this long instead, by the same function.
+    pub sometimes: Option<(u64, u64)>,
     /// One launch in so many takes this long instead, by the same function.
     pub mixed: Option<(u64, u64)>,
 }
@@ -69,6 +71,7 @@ pub fn process(habit: Habit, kernel: u64) -> Process {
         then: None,
         same: false,
         duty: (1, 1),
+        sometimes: None,
         mixed: None,
     }
 }
@@ -89,6 +92,8 @@ pub struct Nvml {
     pub missing: Option<u64>,
     /// One sample in this many is never listed.
     pub absent: Option<u64>,
+    /// An answer has the newest sample of each process and no others.
+    pub newest_only: bool,
     /// Percentages are rounded to the nearest instead of down.
     pub rounds: bool,
 }
@@ -142,6 +147,8 @@ struct Proc {
     waiting_since: Option<u64>,
     /// First measurements under way: when they were launched.
     flying: BTreeMap<u64, u64>,
+    /// When a launch was last measured.
+    sampled: u64,
     window_busy: u64,
     /// Launches.
     count: u64,
@@ -205,6 +212,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 costs: Box::new(Costs::new()),
                 waiting_since: None,
                 flying: BTreeMap::new(),
+                sampled: 0,
                 window_busy: 0,
                 count: 0,
                 spent: 0,
@@ -308,13 +316,17 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let answered = scenario.nvml.missing.is_none_or(|n| random.below(n) != 0);
             if alive {
                 if answered {
+                    let newest: BTreeMap<usize, u64> =
+                        listed.iter().filter(|l| l.0 <= now).map(|l| (l.2, l.3)).collect();
                     listed.retain(|(readable, c, p, at, percent)| {
                         if *readable > now {
                             return true;
                         }
-                        conts[*c].meter.push(u32::try_from(*p).unwrap(), *at, *percent);
-                        if *percent >= BUSY_PERCENT {
-                            conts[*c].busy_at = conts[*c].busy_at.max(*at);
+                        if !scenario.nvml.newest_only || newest.get(p) == Some(at) {
+                            conts[*c].meter.push(u32::try_from(*p).unwrap(), *at, *percent);
+                            if *percent >= BUSY_PERCENT {
+                                conts[*c].busy_at = conts[*c].busy_at.max(*at);
+                            }
                         }
                         false
                     });
@@ -368,14 +380,14 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
             // The kernels of a graph are not known one by one.
             let guess = || if plan.graph > 0 { MS } else { guess_ns(size, scenario.sms * 2048) };
-            let mut measuring = card.queues[p].iter().filter(|k| k.sample == Some(key));
+            let mut measuring = card.queues[p].iter().filter(|k| k.sample.is_some_and(|s| s.key == key));
             let progress = || match measuring.next() {
                 None => Progress::None,
                 Some(Kernel { started: None, .. }) => Progress::Queued,
                 Some(Kernel { started: Some(at), .. }) => Progress::Running(now - at),
             };
             let throttled = scenario.policy.throttles(cont.switch);
-            let quote = throttled.then(|| proc.costs.quote(key, scenario.events, guess, progress));
+            let mut quote = throttled.then(|| proc.costs.quote(key, scenario.events, guess, progress));
             let coarse = now / TICK * TICK;
             let admission =
                 quote.map_or(Admission::Go, |quote| Bucket::over(&cont.tat).admit(coarse, quote.ns, terms));
@@ -392,9 +404,14 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                     events.push(Reverse((now + sleep, p)));
                 }
                 Admission::Go => {
-                    if let Some(quote) = &quote {
+                    if let Some(quote) = &mut quote {
                         proc.costs.book(quote);
                         proc.spent += i64::try_from(quote.ns).unwrap();
+                        if quote.sample != Sample::No {
+                            proc.sampled = now;
+                        } else if scenario.events && quote.known && now - proc.sampled >= CLOSE_EVERY_NS {
+                            (quote.sample, proc.sampled) = (Sample::Close, now);
+                        }
                     }
                     cont.launches += 1;
                     proc.count += 1;
@@ -406,10 +423,20 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                     let mixed = plan.mixed.filter(|(every, _)| proc.count.is_multiple_of(*every));
                     let kernel = mixed.map(|(_, kernel)| kernel).or(then).unwrap_or(plan.kernel);
                     let mean = kernel * plan.graph.max(1);
+                    let mean = match plan.sometimes {
+                        Some((one_in, ns)) if random.below(one_in) == 0 => ns,
+                        _ => mean,
+                    };
                     let left = mean * 4 / 5 + random.below(mean * 2 / 5 + 1);
                     cont.longest = cont.longest.max(left);
-                    let sample = quote.filter(|quote| quote.sample).map(|_| key);
-                    if sample.is_some() && !quote.is_some_and(|quote| quote.known) {
+                    let sample = quote.filter(|quote| quote.sample != Sample::No).map(|quote| Measurement {
+                        key,
+                        ns: 0,
+                        host_ns: 0,
+                        paid_ns: quote.ns,
+                        sample: quote.sample,
+                    });
+                    if quote.is_some_and(|quote| quote.sample == Sample::First) {
                         proc.flying.entry(key.get()).or_insert(now);
                     }
                     card.queues[p].push_back(Kernel { left, sample, started: None });
@@ -453,24 +480,14 @@ fn settle(
 ) {
     for done in card.measured.drain(..) {
         let proc = &mut procs[done.process];
-        proc.flying.remove(&done.key.get());
+        proc.flying.remove(&done.measurement.key.get());
         let cont = &conts[proc.container];
         let terms = terms(scenario.containers[proc.container].percent, cont.scale);
         let (bucket, coarse) = (Bucket::over(&cont.tat), card.now / TICK * TICK);
-        let correction = proc.costs.measured(done.key, done.ns);
-        if !scenario.policy.throttles(cont.switch) {
-            continue;
-        }
-        match correction {
-            Correction::None => {}
-            Correction::Charge(ns) => {
-                bucket.charge(coarse, ns, terms);
-                proc.spent += i64::try_from(ns).unwrap();
-            }
-            Correction::Refund(ns) => {
-                bucket.refund(coarse, ns, terms);
-                proc.spent -= i64::try_from(ns).unwrap();
-            }
+        let correction = proc.costs.measured(&done.measurement);
+        if scenario.policy.throttles(cont.switch) {
+            bucket.correct(coarse, correction, terms);
+            proc.spent += correction.charge_ns();
         }
     }
 }
