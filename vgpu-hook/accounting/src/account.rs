@@ -278,6 +278,12 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         self.mine.claimed.load()
     }
 
+    /// Bytes that this process holds.
+    #[must_use]
+    pub fn own_settled(&self) -> u64 {
+        self.mine.settled.load()
+    }
+
     /// T: never less than what is held, more after a crash.
     #[must_use]
     pub fn total(&self) -> u64 {
@@ -296,10 +302,11 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
         self.mine.claimed.load().saturating_sub(self.mine.settled.load())
     }
 
-    /// Whether any process of the container has something in flight; what a dead one left counts until it is reaped.
+    /// The same of all processes of the container; what a dead one left counts until it is reaped.
     #[must_use]
-    pub fn is_any_in_flight(&self) -> bool {
-        self.in_use().any(|slot| slot.claimed.load() != slot.settled.load())
+    pub fn in_flight(&self) -> u64 {
+        let sums = self.sums();
+        sums.claimed.saturating_sub(sums.settled)
     }
 
     /// Adds to C; `false`, and nothing added, where it would wrap.

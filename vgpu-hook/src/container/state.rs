@@ -178,6 +178,16 @@ impl Lock {
 
     /// Waits for it.
     pub(crate) fn lock(&self) -> Held<'_> {
+        loop {
+            if let Some(held) = self.lock_while(|| true) {
+                return held;
+            }
+        }
+    }
+
+    /// Waits for it as long as that is worth it, which is asked every 10 ms.
+    #[inline]
+    pub(crate) fn lock_while(&self, is_worth_it: impl Fn() -> bool) -> Option<Held<'_>> {
         let mut tries = 0_u32;
         // 0 free, 1 held, 2 held with somebody waiting.
         while self.0.compare_exchange(0, if tries > 40 { 2 } else { 1 }, Acquire, Relaxed).is_err() {
@@ -185,12 +195,14 @@ impl Lock {
             if tries <= 40 {
                 core::hint::spin_loop();
             } else if self.0.swap(2, Acquire) == 0 {
-                return Held(self);
-            } else {
+                return Some(Held(self));
+            } else if is_worth_it() {
                 let _ = sys::futex_wait(self.0.as_ptr(), 2, 10_000_000);
+            } else {
+                return None;
             }
         }
-        Held(self)
+        Some(Held(self))
     }
 
     /// Takes it when nobody has it.
@@ -241,8 +253,9 @@ mod tests {
         let held = lock.lock();
         assert!(lock.try_lock().is_none());
         assert!(lock.try_lock().is_none());
+        assert!(lock.lock_while(|| false).is_none());
         drop(held);
-        assert!(lock.try_lock().is_some());
+        assert!(lock.lock_while(|| false).is_some());
         assert!(lock.try_lock().is_some());
     }
 

@@ -18,9 +18,9 @@ use core::sync::atomic::{AtomicU64, fence};
 use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
+use super::alone::{Alone, Change};
 use super::blocks::{self, BLOCK, Served};
 use super::looks::From;
-use super::measured::Alone;
 use super::{Books, Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{
@@ -274,7 +274,7 @@ fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut C
         return refused(now.card);
     }
     let (made, change) = make_between_looks(now, &looking, paid, real)?;
-    enter_small(now, kind, made, paid, needed, blocks_of(&looking, change))
+    enter_small(now, kind, made, paid, needed, blocks_of(&looking, now.card, change, 1))
 }
 
 /// Makes one of which the driver does not say what it takes: at least `least` bytes.
@@ -289,6 +289,7 @@ fn create_unknown(
         return refused(now.card);
     };
     let (made, change) = make_between_looks(now, &looking, paid, real)?;
+    let change = change.and_then(Change::alone);
     let seen = change.map_or(paid, |taken| u64::try_from(taken).unwrap_or(0));
     if seen <= BLOCK && least <= blocks::LARGEST_PIECE {
         return enter_small(now, kind, made, paid, least, change.map(|_| u64::from(seen > 0)));
@@ -310,7 +311,7 @@ fn make_between_looks(
     looking: &Alone<'_>,
     paid: u64,
     real: &mut impl FnMut(*mut CUarray) -> CUresult,
-) -> Result<(CUarray, Option<i64>), CUresult> {
+) -> Result<(CUarray, Option<Change>), CUresult> {
     let look = || looking.glance(now.container, now.card, From::Here);
     let before = look();
     match ask_driver(real) {
@@ -352,13 +353,16 @@ fn take_back(now: Here, kind: Kind, made: CUarray, paid: u64) -> Made {
 }
 
 /// Blocks that one small array took or gave back when so much `change` was seen: one or none. `None` where that cannot have
-/// been its doing alone.
-fn blocks_of(looking: &Alone<'_>, change: Option<i64>) -> Option<u64> {
+/// been its doing alone, or may not have been. `harmless` is the answer with which it is charged no less than with the other.
+fn blocks_of(looking: &Alone<'_>, card: &Card, change: Option<Change>, harmless: u64) -> Option<u64> {
     let change = change?;
-    if change == 0 || change == BLOCK.cast_signed() {
-        return Some(u64::from(change != 0));
+    if change.bytes == 0 || change.bytes == BLOCK.cast_signed() {
+        let blocks = u64::from(change.bytes != 0);
+        return (blocks == harmless || looking.believes(card, change)).then_some(blocks);
     }
-    looking.is_disturbed();
+    if change.alone().is_some() {
+        looking.is_disturbed();
+    }
     None
 }
 
@@ -466,7 +470,7 @@ fn destroy(kind: Kind, handle: CUarray, real: impl FnOnce() -> CUresult) -> CUre
     if entry.kind == Kind::SmallArray as u8 {
         return destroy_small(container, card, &entry, real, is_gone);
     }
-    let _hidden = container.books.measuring.hidden();
+    let _hidden = container.books.measuring.hidden(card);
     container::fault_point();
     let result = real();
     container::fault_point();
@@ -492,7 +496,7 @@ fn destroy_small(
     container::fault_point();
     if is_gone(result) {
         let given_back =
-            if result.is_ok() { blocks_of(&looking, looking.change(look(), before)) } else { None };
+            if result.is_ok() { blocks_of(&looking, card, looking.change(look(), before), 0) } else { None };
         small_is_gone(container, card, entry.size, given_back);
     }
     result

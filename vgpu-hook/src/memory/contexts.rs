@@ -10,9 +10,10 @@ use core::sync::atomic::{AtomicU64, fence};
 use mullion_accounting::Entry;
 use mullion_region::MAX_DEVICES;
 
+use super::alone::Alone;
 use super::arrays::small_is_gone;
 use super::looks::{self, From};
-use super::measured::{Alone, Measurement};
+use super::measured::Measurement;
 use super::modules::Group;
 use super::taken::{Taken, Trust};
 use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
@@ -241,7 +242,7 @@ fn size_of_another(looking: &Alone<'_>, container: &Container, card: &Card, cont
     let after = look();
     // SAFETY: a context that nobody knows of. It was current, and the one before it is so again.
     let _ = unsafe { destroy(other) };
-    u64::try_from(looking.change(before, after)?).ok().map(|bytes| bytes.min(MOST))
+    u64::try_from(looking.change(before, after)?.alone()?).ok().map(|bytes| bytes.min(MOST))
 }
 
 /// Remembers what a context takes: as it is for sure, or the smallest that was seen, since a larger one may have had a
@@ -356,7 +357,7 @@ pub(crate) unsafe fn primary_end(
     let _held = container.books.contexts.hold(card);
     let known = container.books.contexts.primary(card).map_or(0, |place| place.load(Relaxed));
     let ending = launch::Ending::begin(known, card.index);
-    let _hidden = container.books.measuring.hidden();
+    let _hidden = container.books.measuring.hidden_many(Some(card));
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(device) };
@@ -521,8 +522,9 @@ unsafe fn end(
     let handle = context.addr() as u64;
     let ending = launch::Ending::begin(handle, 0);
     let entry = container.books.objects.get(key_of(Kind::Context, handle));
-    let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
-    let _hidden = container.books.measuring.hidden();
+    let card = entry.and_then(|entry| container.card_at(entry.card));
+    let _held = card.and_then(|card| container.books.contexts.hold(card));
+    let _hidden = container.books.measuring.hidden_many(card);
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };

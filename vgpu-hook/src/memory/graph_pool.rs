@@ -100,6 +100,9 @@ impl Pool {
     fn follow(&self, container: &Container, card: &Card, _: &Held<'_>) -> u64 {
         let charged = self.charged.load(Relaxed);
         let reserved = reserved(container, card).unwrap_or(charged);
+        if charged > reserved {
+            container.books.measuring.stir(card);
+        }
         if charged != reserved {
             self.charged.store(reserved, Relaxed);
             card.memory.adjust(charged, reserved);
@@ -180,6 +183,7 @@ impl Part<'_> {
         let (grown, claimed) = (after.saturating_sub(before), claim.bytes());
         charge::settle_at(card, claim, grown);
         if after < before {
+            container.books.measuring.stir(card);
             card.memory.free(before - after);
         }
         pool.charged.store(after, Relaxed);

@@ -85,8 +85,14 @@ impl Graphs {
 
     /// Takes stock of all pools but those that launches hold, which look themselves; whether there were none.
     pub(super) fn try_observe_all(&self, container: &Container) -> bool {
-        let observe = |card: &Card| self.pool(card).is_none_or(|pool| pool.observe(container, card));
+        let observe = |card| self.try_observe_on(container, card);
         !self.any.load(Relaxed) || container.cards().map(observe).fold(true, |all, was_free| all & was_free)
+    }
+
+    /// The same of the pool on one card.
+    pub(super) fn try_observe_on(&self, container: &Container, card: &Card) -> bool {
+        let pool = self.pool(card).filter(|_| self.any.load(Relaxed));
+        pool.is_none_or(|pool| pool.observe(container, card))
     }
 
     /// After a call with which a launch may have ended.

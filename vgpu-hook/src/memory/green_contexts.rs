@@ -117,7 +117,8 @@ pub(crate) unsafe fn green_destroy(
     let entry = container.books.objects.take(key);
     let ending = launch::Ending::begin(context_of(context), entry.map_or(0, |entry| entry.card));
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
-    let _hidden = container.books.measuring.hidden();
+    let card = entry.and_then(|entry| container.card_at(entry.card));
+    let _hidden = container.books.measuring.hidden_many(card);
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     ending.over(result.is_ok());

@@ -202,7 +202,7 @@ fn take_piece_of_known_block(
     if !blocks.is_some_and(|blocks| blocks.may_have_room(bytes)) {
         return refuse();
     }
-    let _hidden = now.container.books.measuring.hidden();
+    let _hidden = now.container.books.measuring.hidden(now.card);
     let result = ask(place);
     if !result.is_ok() {
         return result;
@@ -332,7 +332,7 @@ pub(super) fn free_by(pointer: CUdeviceptr, when: When, real: impl FnOnce() -> C
     if entry.kind != Kind::Blocks as u8 {
         return free_part(container, card, pointer, &entry, when, real);
     }
-    let _hidden = container.books.measuring.hidden();
+    let _hidden = container.books.measuring.hidden(card);
     container::fault_point();
     let result = real();
     container::fault_point();
@@ -356,7 +356,7 @@ fn free_part(
 ) -> CUresult {
     let is_piece = entry.kind == Kind::Piece as u8;
     // Only afterwards it is known whether the block goes.
-    let _hidden = is_piece.then(|| container.books.measuring.hidden());
+    let _hidden = is_piece.then(|| container.books.measuring.hidden(card));
     container::fault_point();
     let result = real();
     container::fault_point();

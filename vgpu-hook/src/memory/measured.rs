@@ -16,25 +16,30 @@
 //! since is charged to the first that ends, and the rest to those that follow, so that all of it is charged, once.
 
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};
-use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, AtomicUsize};
+use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64};
 
 use mullion_region::MAX_DEVICES;
 
+use super::alone::Alone;
+use super::at_driver::{AtDriver, Hidden, Standing};
 use super::looks::{self, From, Nvml};
 use super::taken::{Taken, Trust};
-use crate::container::{Card, Container, Held, Lock, thread};
+use super::under_way::UnderWay;
+use crate::container::{Card, Container, Held, Lock};
 use crate::sys;
 
 const PAUSE_NS: u64 = 100_000;
 /// How long one look waits for calls that are at the driver, and for looks that were disturbed: a thread may lose its
 /// core in the middle of one. A free that waits for a kernel can take longer.
-const LOOK_NS: u64 = 100_000_000;
+pub(super) const LOOK_NS: u64 = 100_000_000;
 /// The same for a while after a look that waited in vain, since whoever it waited for is likely still there.
-const LOOK_AFTER_NS: u64 = 1_000_000;
+pub(super) const LOOK_AFTER_NS: u64 = 1_000_000;
 /// How long a measurement may take that another one waits for: a context is made in less, an image may be compiled in more.
-const TURN_NS: u64 = 2_000_000_000;
+pub(super) const TURN_NS: u64 = 2_000_000_000;
 /// The same for what is over at once.
 const SHORT_TURN_NS: u64 = 20_000_000;
+/// How long a call for a small array may take that another one waits for: longer than two looks take that wait in vain.
+pub(super) const CALL_NS: u64 = 250_000_000;
 /// How often a call lets a measurement go first that came between.
 const TRIES: u32 = 16;
 /// How long a thread waits for the silence of another one to end: longer than a look takes.
@@ -51,100 +56,58 @@ pub(crate) struct Measuring {
     lock: Lock,
     /// How many look.
     silence: AtomicU32,
-    /// Calls at the driver of which the account does not tell.
-    hidden: Apart,
-    /// When a look waited in vain, coarse ns; 0 = none did.
-    in_vain_ns: AtomicU64,
+    /// By card: calls that give something back.
+    hidden: [AtDriver; MAX_DEVICES],
+    /// Those of which it is not known on which card.
+    anywhere: AtDriver,
+    /// By card: calls for small arrays.
+    small: [AtDriver; MAX_DEVICES],
     /// When a look was disturbed by another container, coarse ns; 0 = none was.
-    disturbed_ns: AtomicU64,
+    pub(super) disturbed_ns: AtomicU64,
     /// This process's number in NVML's lists; 0 = not known.
     own_pid: AtomicU32,
     nvml: Nvml,
     cards: [UnderWay; MAX_DEVICES],
 }
 
-/// On a cache line of its own: it changes with each free, and what lies beside it is read with each call.
-#[derive(Debug)]
-#[repr(align(128))]
-struct Apart(AtomicU32);
-
-/// Measurements of one card that have begun and not ended, and from where they count.
-#[derive(Debug)]
-struct UnderWay {
-    count: AtomicU32,
-    /// The thread that began the last one: what it does within its own measurement does not wait for that.
-    thread: AtomicUsize,
-    /// When the last one began, coarse ns.
-    began_ns: AtomicU64,
-    /// Not 0 when a measurement waited in vain for those under way: nobody else does.
-    is_long: AtomicU32,
-    base: [AtomicI64; WAYS],
-    /// Calls for small arrays meanwhile, of which more was seen than they can do, or by which nothing but a block moved, as it
-    /// seemed: in both, what is measured here may hide.
-    unclear: AtomicU64,
-    clear: AtomicU64,
-    /// Held through a call that is looked at by itself.
-    calls: Lock,
-}
-
-impl UnderWay {
-    /// One has begun; whether it is the only one.
-    fn begins(&self) -> bool {
-        self.thread.store(thread(), Relaxed);
-        self.began_ns.store(now_ns(), Relaxed);
-        let is_only = self.count.fetch_add(1, Relaxed) == 0;
-        if is_only {
-            self.unclear.store(0, Relaxed);
-            self.clear.store(0, Relaxed);
-        }
-        is_only
-    }
-
-    /// One has ended.
-    fn ends(&self) {
-        if self.count.fetch_sub(1, Relaxed) == 1 {
-            self.is_long.store(0, Relaxed);
-        }
-        sys::futex_wake(self.count.as_ptr());
-    }
-
-    /// Whether those under way are not worth waiting for by somebody who waits for `most_ns` at most. The time counts from their
-    /// beginning: however many wait, each has its turn.
-    fn takes_longer_than(&self, most_ns: u64) -> bool {
-        let is_over = now_ns().saturating_sub(self.began_ns.load(Relaxed)) >= most_ns;
-        if is_over && most_ns >= TURN_NS {
-            self.is_long.store(1, Relaxed);
-        }
-        is_over || self.is_long.load(Relaxed) != 0
-    }
-
-    /// Whether a measurement of another thread is under way.
-    fn is_anothers(&self) -> bool {
-        self.count.load(Relaxed) != 0 && self.thread.load(Relaxed) != thread()
-    }
-}
-
-fn now_ns() -> u64 {
+pub(super) fn now_ns() -> u64 {
     sys::clock::coarse_ns()
 }
 
 /// Ways to look: by CUDA, by NVML, at this process alone.
-const WAYS: usize = 3;
-const BY_CUDA: usize = 0;
+pub(super) const WAYS: usize = 3;
+pub(super) const BY_CUDA: usize = 0;
 const BY_NVML: usize = 1;
-const ALONE: usize = 2;
+pub(super) const ALONE: usize = 2;
 /// No base.
-const NONE: i64 = i64::MIN;
+pub(super) const NONE: i64 = i64::MIN;
 
 /// Bytes in use that stand in no books, by the ways in which that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Uncounted {
+pub(super) struct Uncounted {
     by: [Option<i64>; WAYS],
     /// Nobody of whom this could be known was between the driver and the books.
-    is_quiet: bool,
+    pub(super) is_quiet: bool,
+    /// None of this process was.
+    pub(super) is_own_quiet: bool,
+    /// The calls at the driver, where they were the same before and after the look, and nothing moved in the books.
+    pub(super) own: Option<Standing>,
+    pub(super) all: Option<Standing>,
 }
 
-fn is_recent(at_ns: &AtomicU64) -> bool {
+impl Uncounted {
+    /// By one of the ways.
+    pub(super) fn seen(&self, way: usize) -> Option<i64> {
+        self.by.get(way).copied().flatten()
+    }
+
+    /// This process's own figure where none of its calls was at the driver.
+    fn own(&self) -> Option<i64> {
+        self.seen(ALONE).filter(|_| self.is_own_quiet)
+    }
+}
+
+pub(super) fn is_recent(at_ns: &AtomicU64) -> bool {
     let at_ns = at_ns.load(Relaxed);
     at_ns != 0 && sys::clock::coarse_ns().saturating_sub(at_ns) < RECENT_NS
 }
@@ -161,69 +124,6 @@ impl Drop for Silence<'_> {
         self.0.silence.fetch_sub(1, SeqCst);
         sys::futex_wake(self.0.silence.as_ptr());
     }
-}
-
-/// A call at the driver of which the account does not tell, until this goes.
-#[derive(Debug)]
-pub(super) struct Hidden<'m>(&'m Measuring);
-
-impl Drop for Hidden<'_> {
-    fn drop(&mut self) {
-        self.0.hidden.0.fetch_sub(1, SeqCst);
-    }
-}
-
-/// Looks around a call that is over at once, or within the end of a measurement.
-#[derive(Debug)]
-pub(super) struct Alone<'m> {
-    measuring: &'m Measuring,
-    /// Whether the process's own figure is asked for: that takes longer than a look at the card, which is as good unless
-    /// others are busy there.
-    own: bool,
-    /// The call, of which others see that something is going on: they look before it or after it.
-    hidden: Option<Hidden<'m>>,
-    /// Of the calls that are looked at so, or of the measurement.
-    _held: Option<Held<'m>>,
-}
-
-impl Alone<'_> {
-    /// Bytes in use that stand in no books; only the difference to another one says something. What the caller has charged
-    /// in advance counts as in the books.
-    pub(super) fn glance(&self, container: &Container, card: &Card, from: From) -> Glance {
-        let mine = u32::from(self.hidden.is_some());
-        let seen = self.measuring.look(container, card, from, self.own, mine);
-        let by = |way: usize| seen.by.get(way).copied().flatten().filter(|_| seen.is_quiet);
-        Glance { on_card: by(BY_CUDA), own: by(ALONE) }
-    }
-
-    /// By how much what is in use has grown from `before` to `after`; `None` where that cannot be told.
-    pub(super) fn change(&self, before: Glance, after: Glance) -> Option<i64> {
-        let on_card = difference_of(before.on_card, after.on_card);
-        if !self.own {
-            return on_card;
-        }
-        let own = difference_of(before.own, after.own);
-        if own != on_card {
-            self.is_disturbed();
-        }
-        own
-    }
-
-    /// What was seen cannot have been this process's doing alone: for a while its own figure is asked for.
-    pub(super) fn is_disturbed(&self) {
-        self.measuring.disturbed_ns.store(sys::clock::coarse_ns().max(1), Relaxed);
-    }
-}
-
-/// What was seen at one time.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Glance {
-    on_card: Option<i64>,
-    own: Option<i64>,
-}
-
-fn difference_of(before: Option<i64>, after: Option<i64>) -> Option<i64> {
-    before.zip(after).map(|(before, after)| after.saturating_sub(before))
 }
 
 /// A measurement that has begun.
@@ -245,23 +145,13 @@ impl Measuring {
         Self {
             lock: Lock::new(),
             silence: AtomicU32::new(0),
-            hidden: Apart(AtomicU32::new(0)),
-            in_vain_ns: AtomicU64::new(0),
+            hidden: [const { AtDriver::new() }; MAX_DEVICES],
+            anywhere: AtDriver::new(),
+            small: [const { AtDriver::new() }; MAX_DEVICES],
             disturbed_ns: AtomicU64::new(0),
             own_pid: AtomicU32::new(0),
             nvml: Nvml::new(),
-            cards: [const {
-                UnderWay {
-                    count: AtomicU32::new(0),
-                    thread: AtomicUsize::new(0),
-                    began_ns: AtomicU64::new(0),
-                    is_long: AtomicU32::new(0),
-                    base: [const { AtomicI64::new(NONE) }; WAYS],
-                    unclear: AtomicU64::new(0),
-                    clear: AtomicU64::new(0),
-                    calls: Lock::new(),
-                }
-            }; MAX_DEVICES],
+            cards: [const { UnderWay::new() }; MAX_DEVICES],
         }
     }
 
@@ -283,22 +173,62 @@ impl Measuring {
         }
     }
 
-    /// Tells those who look of a call that the account does not tell of.
-    pub(super) fn hidden(&self) -> Hidden<'_> {
+    /// Tells those who look of a call by which one thing goes from `card`.
+    #[inline]
+    pub(super) fn hidden(&self, card: &Card) -> Hidden<'_> {
         self.heed();
-        self.hidden.0.fetch_add(1, SeqCst);
-        Hidden(self)
+        self.hidden.get(usize::from(card.index)).unwrap_or(&self.anywhere).one()
     }
 
-    fn is_busy(&self, card: &Card, mine: u32) -> bool {
-        self.hidden.0.load(SeqCst) > mine || card.memory.is_in_flight()
+    /// The same of a call by which many things may go; from any card where it is not known from which one.
+    pub(super) fn hidden_many(&self, card: Option<&Card>) -> Hidden<'_> {
+        self.heed();
+        card.and_then(|card| self.hidden.get(usize::from(card.index))).unwrap_or(&self.anywhere).many()
     }
 
-    /// Looks at the card in silence. `mine` is 1 where a hidden call is the looker's own.
-    fn look(&self, container: &Container, card: &Card, from: From, alone: bool, mine: u32) -> Uncounted {
+    /// Something on `card` that was charged went without such a call.
+    pub(super) fn stir(&self, card: &Card) {
+        if let Some(hidden) = self.hidden.get(usize::from(card.index)) {
+            hidden.stir();
+        }
+    }
+
+    fn standing(&self, card: &Card) -> Standing {
+        let word = |calls: &[AtDriver]| calls.get(usize::from(card.index)).map(AtDriver::word);
+        Standing {
+            hidden: word(&self.hidden).unwrap_or_default(),
+            anywhere: self.anywhere.word(),
+            small: word(&self.small).unwrap_or_default(),
+            claimed: card.memory.own_used(),
+            settled: card.memory.own_settled(),
+            total: card.memory.total(),
+            asked: card.memory.in_flight(),
+            caller: self.under_way(card).map_or(0, |under_way| under_way.caller.load(SeqCst)),
+        }
+    }
+
+    fn is_busy(&self, card: &Card, mine: u64) -> bool {
+        let standing = self.standing(card);
+        standing.is_busy(mine) && !self.stays(card, standing)
+    }
+
+    /// Whether these were waited for in vain.
+    fn stays(&self, card: &Card, standing: Standing) -> bool {
+        self.under_way(card).is_some_and(|under_way| under_way.stays.load(Relaxed) == standing.name())
+    }
+
+    /// Looks at the card in silence. `mine` is 1 where a call for a small array is the looker's own.
+    pub(super) fn look(
+        &self,
+        container: &Container,
+        card: &Card,
+        from: From,
+        alone: bool,
+        mine: u64,
+    ) -> Uncounted {
         self.silence.fetch_add(1, SeqCst);
         let _silence = Silence(self);
-        let most = if is_recent(&self.in_vain_ns) { LOOK_AFTER_NS } else { LOOK_NS };
+        let most = self.under_way(card).map_or(LOOK_NS, UnderWay::patience_ns);
         let began = now_ns();
         let pause = || {
             sys::sleep_ns(PAUSE_NS);
@@ -307,9 +237,10 @@ impl Measuring {
         let mut is_first = true;
         loop {
             while self.is_busy(card, mine) && pause() {}
-            let (seen, is_own_quiet) = self.look_once(container, card, from, alone, mine);
-            let knows_own = seen.by.get(ALONE).copied().flatten().is_some();
-            if seen.is_quiet || (is_own_quiet && knows_own) {
+            let seen = self.look_once(container, card, from, alone, mine);
+            let knows_own = seen.seen(ALONE).is_some();
+            let is_known = |standing: Option<Standing>| standing.is_some_and(|now| self.stays(card, now));
+            if seen.is_quiet || (seen.is_own_quiet && knows_own) || is_known(seen.all) {
                 return seen;
             }
             if core::mem::take(&mut is_first) && !knows_own {
@@ -317,40 +248,37 @@ impl Measuring {
                 card.memory.reap_dead(&mut container.peers());
             }
             if !pause() {
-                self.in_vain_ns.store(now_ns(), Relaxed);
+                if let Some(under_way) = self.under_way(card) {
+                    under_way.in_vain_ns.store(now_ns(), Relaxed);
+                    under_way.stays.store(seen.all.map_or(0, Standing::name), Relaxed);
+                }
                 return seen;
             }
         }
     }
 
-    /// One look; also whether nothing of this process disturbed it.
-    fn look_once(
-        &self,
-        container: &Container,
-        card: &Card,
-        from: From,
-        alone: bool,
-        mine: u32,
-    ) -> (Uncounted, bool) {
+    fn look_once(&self, container: &Container, card: &Card, from: From, alone: bool, mine: u64) -> Uncounted {
         // Who holds a pool is at the driver with it, perhaps for long.
         let follow = || {
-            let pools = container.books.pools.try_observe_all(container);
-            container.books.graphs.try_observe_all(container) && pools
+            let pools = container.books.pools.try_observe_on(container, card);
+            container.books.graphs.try_observe_on(container, card) && pools
         };
         let followed = follow();
-        let (total, own_used) = (card.memory.total(), card.memory.own_used());
+        let before = self.standing(card);
         let free = looks::free_bytes(&self.nvml, card, from);
         let own = if alone { self.own_bytes(container, card) } else { None };
-        let is_own_quiet =
-            follow() && followed && own_used == card.memory.own_used() && !self.is_busy(card, mine);
+        let is_followed = follow() && followed;
+        let after = self.standing(card);
+        let own_standing = Some(after.own()).filter(|own| is_followed && *own == before.own());
+        let is_own_quiet = own_standing.is_some_and(|own| !own.is_busy(mine));
         // What other processes of the container do shows in the card's figures only.
-        let is_quiet = is_own_quiet && total == card.memory.total() && !card.memory.is_any_in_flight();
-        // What this process has asked for and not got yet, as far as it cannot be waited for, is in T and not on the card.
-        let asked = card.memory.own_in_flight();
-        let on_card = free.map(|free| -signed(free) - signed(total.saturating_sub(asked)));
-        let own = own.filter(|_| is_own_quiet).map(|own| signed(own) - signed(own_used));
+        let all = own_standing.map(|_| after).filter(|all| *all == before);
+        let is_quiet = is_own_quiet && all.is_some_and(|all| all.asked == 0);
+        // What was asked for and not got yet, as far as it cannot be waited for, is in the books and not on the card.
+        let on_card = free.map(|free| -signed(free) - signed(after.total.saturating_sub(after.asked)));
+        let own = own.filter(|_| own_standing.is_some()).map(|own| signed(own) - signed(after.settled));
         let by = if from == From::Nowhere { [None, on_card, own] } else { [on_card, None, own] };
-        (Uncounted { by, is_quiet }, is_own_quiet)
+        Uncounted { by, is_quiet, is_own_quiet, own: own_standing, all }
     }
 
     /// Has NVML loaded and the card found in it. To be called without a lock: the loader waits for a thread that is
@@ -359,10 +287,11 @@ impl Measuring {
         self.nvml.prepare(card);
     }
 
-    /// For a call that is over at once: in turn with others like it on the card, and with measurements unless they take
-    /// long. No lock of theirs is held meanwhile: the call may wait for work that waits for another thread.
+    /// For a call that is over at once: in turn with others like it on the card, and with measurements, unless they take
+    /// long. No lock of measurements is held meanwhile, and that of such calls is not waited for without end: the call may
+    /// wait for work that waits for another thread.
     pub(super) fn alone(&self, card: &Card) -> Alone<'_> {
-        let held = self.under_way(card).map(|under_way| under_way.calls.lock());
+        let turn = self.under_way(card).and_then(UnderWay::turn);
         let own = is_recent(&self.disturbed_ns) && self.own_pid.load(Relaxed) != 0;
         let mut hidden = self.hide_in_turn(card);
         for _ in 0..TRIES {
@@ -374,12 +303,27 @@ impl Measuring {
             drop(hidden);
             hidden = self.hide_in_turn(card);
         }
-        Alone { measuring: self, own, hidden: Some(hidden), _held: held }
+        if let Some(turn) = &turn {
+            turn.is_of(&hidden);
+        }
+        Alone { measuring: self, own, hidden: Some(hidden), turn, _held: None }
     }
 
     fn hide_in_turn(&self, card: &Card) -> Hidden<'_> {
         drop(self.lock_in_turn(card, SHORT_TURN_NS));
-        self.hidden()
+        self.heed();
+        self.small.get(usize::from(card.index)).unwrap_or(&self.anywhere).one()
+    }
+
+    /// Something was seen that one of the calls beside which it was may have done. Whether none of them did for certain, since as
+    /// many answers were not believed beside the same calls; else this one is not.
+    pub(super) fn has_disbelieved(&self, card: &Card, beside: Standing, mine: u64, has_turn: bool) -> bool {
+        let name = beside.name_beside(mine, has_turn);
+        let (Some(under_way), Some(name)) = (self.under_way(card), name) else { return false };
+        if under_way.beside.swap(name, Relaxed) != name {
+            under_way.disbelieved.store(0, Relaxed);
+        }
+        beside.beside(mine).is_some_and(|calls| under_way.disbelieved.fetch_add(1, Relaxed) >= calls)
     }
 
     /// This process's bytes on the card, by NVML's list. `None` where they are not known.
@@ -441,18 +385,19 @@ impl Measuring {
         let _held = self.lock_in_turn(card, TURN_NS);
         prepare();
         let mut newcomers = [0; 2];
-        let mut seen = self.look(container, card, from, alone, 0);
+        let seen = self.look(container, card, from, alone, 0);
+        let mut bases = [seen.seen(BY_CUDA), seen.seen(BY_NVML), seen.own()];
         if is_first && self.own_pid.load(Relaxed) == 0 {
             if let Some(listing) = self.nvml.processes(card) {
                 newcomers = container.own_pids().map(|pid| if listing.names(pid) { 0 } else { pid });
             }
-            if let Some(place) = seen.by.get_mut(ALONE).filter(|_| newcomers != [0; 2]) {
+            if let Some(place) = bases.get_mut(ALONE).filter(|_| newcomers != [0; 2]) {
                 *place = Some(-signed(card.memory.own_used()));
             }
         }
         if let Some(under_way) = self.under_way(card) {
             let is_only = under_way.begins();
-            for (base, seen) in under_way.base.iter().zip(seen.by) {
+            for (base, seen) in under_way.base.iter().zip(bases) {
                 if is_only || base.load(Relaxed) == NONE {
                     base.store(seen.unwrap_or(NONE), Relaxed);
                 }
@@ -503,6 +448,7 @@ impl Measurement<'_> {
     /// Nothing came of it.
     pub(super) fn abandon(self) {
         let measuring = &self.container.books.measuring;
+        measuring.stir(self.card);
         let _held = measuring.lock.lock();
         if let Some(under_way) = measuring.under_way(self.card) {
             under_way.ends();
@@ -514,7 +460,8 @@ impl Measurement<'_> {
         let Self { container, card, from, alone, newcomers, was_quiet } = self;
         let measuring = &container.books.measuring;
         let held = measuring.lock.lock();
-        let looking = Alone { measuring, own: false, hidden: None, _held: Some(held) };
+        measuring.stir(card);
+        let looking = Alone { measuring, own: false, hidden: None, turn: None, _held: Some(held) };
         measuring.meet(card, newcomers);
         let mut seen = measuring.look(container, card, from, alone, 0);
         seen.is_quiet &= was_quiet;
@@ -533,7 +480,7 @@ impl Measurement<'_> {
 fn difference(seen: &Uncounted, base: &[AtomicI64; WAYS]) -> Option<Taken> {
     let since = |way: usize| {
         let base = base.get(way)?.load(Relaxed);
-        let now = seen.by.get(way).copied().flatten()?;
+        let now = if way == ALONE { seen.own()? } else { seen.seen(way)? };
         (base != NONE).then(|| now.saturating_sub(base))
     };
     let on_card = if seen.is_quiet { Trust::Card } else { Trust::Busy };
@@ -564,7 +511,8 @@ mod tests {
             ("looked from two places", [0, NONE, NONE], [None, Some(5), None], true, None),
             ("nothing seen", [NONE; WAYS], [None; WAYS], true, None),
         ] {
-            assert_eq!(difference(&Uncounted { by, is_quiet }, &bases(base)), want, "{case}");
+            let seen = Uncounted { by, is_quiet, is_own_quiet: true, own: None, all: None };
+            assert_eq!(difference(&seen, &bases(base)), want, "{case}");
         }
     }
 
@@ -572,10 +520,10 @@ mod tests {
     fn silence_ends_and_calls_are_told_of() {
         let measuring = Measuring::new();
         measuring.heed();
-        let hidden = measuring.hidden();
-        assert_eq!(measuring.hidden.0.load(SeqCst), 1);
+        let hidden = measuring.hidden_many(None);
+        assert_eq!(measuring.anywhere.word().count(), 1);
         drop(hidden);
-        assert_eq!(measuring.hidden.0.load(SeqCst), 0);
+        assert_eq!(measuring.anywhere.word().count(), 0);
         measuring.silence.store(1, SeqCst);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| measuring.heed());

@@ -21,8 +21,10 @@
 
 #![expect(unsafe_code, reason = "calls the driver")]
 
+mod alone;
 mod arena;
 mod arrays;
+mod at_driver;
 mod blocks;
 mod charge;
 mod context_limits;
@@ -39,6 +41,7 @@ mod modules;
 mod pooled;
 mod pools;
 mod taken;
+mod under_way;
 mod views;
 mod virtual_memory;
 

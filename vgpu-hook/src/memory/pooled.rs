@@ -249,6 +249,7 @@ unsafe fn counted_alloc(
     } else {
         charge::settle_at(card, claim, grown);
         if after < before {
+            container.books.measuring.stir(card);
             card.memory.free(before - after);
         }
         following.settled(after);

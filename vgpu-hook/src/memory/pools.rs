@@ -13,6 +13,7 @@ use mullion_accounting::Entry;
 use super::arena::{Arena, Entries};
 use super::blocks::{BLOCK, round_up};
 use super::charge;
+use super::measured::Measuring;
 use crate::container::{Card, Container, Held, Lock};
 use crate::cuda::{CUmemoryPool, CUresult};
 use crate::driver;
@@ -85,6 +86,7 @@ fn pointer(handle: u64) -> CUmemoryPool {
 pub(super) struct Following<'r> {
     record: &'r Record,
     card: &'r Card,
+    measuring: &'r Measuring,
     _held: Held<'r>,
 }
 
@@ -124,6 +126,9 @@ impl<'r> Following<'r> {
 
     fn follow(&self, reserved: u64) {
         let charged = self.record.charged.swap(reserved, Relaxed);
+        if charged > reserved {
+            self.measuring.stir(self.card);
+        }
         if charged != reserved {
             self.card.memory.adjust(charged, reserved);
             charge::note_peak(self.card);
@@ -239,7 +244,7 @@ impl Pools {
     fn follow<'r>(container: &'r Container, record: &'r Record, wait: bool) -> Option<Following<'r>> {
         let card = u8::try_from(record.card.load(Relaxed)).ok().and_then(|index| container.card_at(index))?;
         let held = if wait { record.lock.lock() } else { record.lock.try_lock()? };
-        Some(Following { record, card, _held: held })
+        Some(Following { record, card, measuring: &container.books.measuring, _held: held })
     }
 
     /// Holds a pool's record; `None` for one that is not counted. Also the record's number, for [`Self::left`].
@@ -262,8 +267,18 @@ impl Pools {
 
     /// The same; whether no pool was held.
     pub(super) fn try_observe_all(&self, container: &Container) -> bool {
-        let is_worth_it =
-            |record: &&Record| record.charged.load(Relaxed) != 0 || record.state.load(Relaxed) == ORPHAN;
+        self.try_observe_each(container, |_| true)
+    }
+
+    /// The same of the pools on one card.
+    pub(super) fn try_observe_on(&self, container: &Container, card: &Card) -> bool {
+        self.try_observe_each(container, |record| record.card.load(Relaxed) == u32::from(card.index))
+    }
+
+    fn try_observe_each(&self, container: &Container, is_wanted: impl Fn(&Record) -> bool) -> bool {
+        let is_worth_it = |record: &&Record| {
+            is_wanted(record) && (record.charged.load(Relaxed) != 0 || record.state.load(Relaxed) == ORPHAN)
+        };
         let observe = |record| Self::observe_one(container, record);
         self.records().iter().filter(is_worth_it).map(observe).fold(true, |all, was_free| all & was_free)
     }

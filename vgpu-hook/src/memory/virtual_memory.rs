@@ -276,7 +276,12 @@ pub(crate) unsafe fn release(
     let known = counted().ok().and_then(|container| {
         container.books.allocations.take_reference(handle).map(|entry| (container, entry))
     });
-    let _hidden = known.as_ref().map(|(container, _)| container.books.measuring.hidden());
+    let _hidden = known.as_ref().map(|(container, entry)| {
+        let measuring = &container.books.measuring;
+        container
+            .card_at(entry.card)
+            .map_or_else(|| measuring.hidden_many(None), |card| measuring.hidden(card))
+    });
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(handle) };
@@ -355,7 +360,7 @@ pub(crate) unsafe fn unmap(
         // SAFETY: the caller's own arguments.
         return unsafe { real(address, size) };
     };
-    let _hidden = container.books.measuring.hidden();
+    let _hidden = container.books.measuring.hidden_many(None);
     let allocations = &container.books.allocations;
     let range = address..address.saturating_add(size as u64);
     // By a mark, since another thread may map something there as soon as the driver has agreed.

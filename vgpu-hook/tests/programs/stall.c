@@ -1,5 +1,6 @@
-// What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`, `stall open LIBRARY`. Compiled
-// with -DLIBRARY it is a library whose constructor makes a context.
+// What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
+// `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`. Compiled with -DLIBRARY it is a library whose constructor
+// makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -32,7 +33,9 @@ res cuArray3DCreate_v2(void **, const struct array3d *);
 res cuArrayDestroy(void *);
 res cuModuleLoadData(void **, const void *);
 res cuModuleGetFunction(void **, void *, const char *);
+res cuMemGetInfo_v2(size_t *, size_t *);
 ptr fake_cuda_calls(const char *);
+ptr fake_cuda_given(int);
 res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 
 #ifdef LIBRARY
@@ -127,6 +130,68 @@ static void allocations(void) {
   }
 }
 
+static void *kernel(const char *name) {
+  ptr image[8] = { 0x464c457f };
+  void *module, *function;
+  must(cuModuleLoadData(&module, image));
+  must(cuModuleGetFunction(&function, module, name));
+  return function;
+}
+
+static size_t charged(void) {
+  size_t free = 0, total = 0;
+  must(cuMemGetInfo_v2(&free, &total));
+  return total - free;
+}
+
+// Frees what a kernel uses: that waits for the kernel's end.
+static ptr used;
+static void *freeing(void *unused) {
+  must(cuCtxSetCurrent(context));
+  must(cuMemFree_v2(used));
+  return unused;
+}
+
+enum { ARRAYS = 30 };
+static const struct array3d small = { 16, 16, 0, 1, 1, 0 };
+
+// Makes and ends arrays on a card while memory of card 0 is being freed.
+static void arrays_beside_a_free(int card, size_t bytes) {
+  static void *array[ARRAYS];
+  void *there = context, *busy = kernel("busy_9s");
+  pthread_t first;
+  must(cuMemAlloc_v2(&used, bytes));
+  must(cuLaunchKernel(busy, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0));
+  pthread_create(&first, 0, freeing, 0);
+  until("cuMemFree_v2", 1);
+  if (card) must(cuDevicePrimaryCtxRetain(&there, card));
+  must(cuCtxSetCurrent(there));
+  for (int i = 0; i < ARRAYS; i++) TIMED(cuArray3DCreate_v2(&array[i], &small));
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(card));
+  for (int i = 0; i < ARRAYS; i++) TIMED(cuArrayDestroy(array[i]));
+  printf("left %zu\ngiven-in-the-end %llu\n", charged(), fake_cuda_given(card));
+}
+
+// One more block is freed, late, while an array is made or ended: what is seen then is not what the array took or gave.
+static void array_when_a_free_ends(int is_end, int is_first) {
+  static const struct array3d line = { 700 << 10, 0, 0, 1, 1, 0 }, longer = { 900 << 10, 0, 0, 1, 1, 0 };
+  void *array[8];
+  pthread_t first;
+  must(cuMemAlloc_v2(&used, 2 << 20));
+  // Two in a block, and then one in each of the first two, with too little room beside it for the longer one.
+  for (int i = 0; i < 6; i++) must(cuArray3DCreate_v2(&array[i], &line));
+  must(cuArrayDestroy(array[0]));
+  must(cuArrayDestroy(array[2]));
+  must(cuLaunchKernel(kernel("busy_700ms"), 1, 1, 1, 1, 1, 1, 0, 0, 0, 0));
+  pthread_create(&first, 0, freeing, 0);
+  until("cuMemFree_v2", 1);
+  if (!is_first) must(cuArray3DCreate_v2(&array[6], &small));
+  if (is_end) must(cuArrayDestroy(array[4]));
+  else must(cuArray3DCreate_v2(&array[7], &longer));
+  pthread_join(first, 0);
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+}
+
 int main(int argc, char **argv) {
   pthread_t first, second;
   ptr address;
@@ -155,7 +220,9 @@ int main(int argc, char **argv) {
     puts("1");
     return 0;
   }
-  if (!strcmp(argv[1], "load")) {
+  if (!strcmp(argv[1], "arrays")) arrays_beside_a_free(atoi(argv[2]), atol(argv[3]));
+  else if (!strcmp(argv[1], "ends")) array_when_a_free_ends(atoi(argv[2]), atoi(argv[3]));
+  else if (!strcmp(argv[1], "load")) {
     pthread_create(&first, 0, load, 0);
     until("cuModuleLoadData", 1);
     arrays_and_limits();

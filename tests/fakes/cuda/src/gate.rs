@@ -81,6 +81,7 @@ pub(crate) fn init(site: &Site, make: impl FnOnce() -> Result<Driver, Code>) -> 
             unsafe { fake_state::live::at_fork(forked) };
             TRACE.store(std::env::var_os("FAKE_CUDA_TRACE").is_some_and(|v| v == "1"), SeqCst);
             SLOW.store(std::env::var_os("FAKE_CUDA_SLOW").is_some(), SeqCst);
+            LATE.store(std::env::var_os("FAKE_CUDA_LATE").is_some(), SeqCst);
             STATE.store(1, SeqCst);
         }
         Ok(())
@@ -118,6 +119,9 @@ pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_i
         }
         body()
     }));
+    if LATE.load(Relaxed) {
+        answer_late(site);
+    }
     if TRACE.load(Relaxed) {
         trace(site.name, code);
     }
@@ -137,6 +141,18 @@ fn wait_in_queue(site: &Site) {
     let mut number = || words.next().and_then(|word| word.parse().ok()).unwrap_or(0);
     if is_named && number() == site.calls() {
         std::thread::sleep(Duration::from_micros(number()));
+    }
+}
+
+/// Whether `FAKE_CUDA_LATE` names a call.
+static LATE: AtomicBool = AtomicBool::new(false);
+
+/// `FAKE_CUDA_LATE=SYMBOL:US`: a symbol's calls answer so many microseconds after they have done all.
+#[cold]
+fn answer_late(site: &Site) {
+    let late = std::env::var("FAKE_CUDA_LATE").unwrap_or_default();
+    if let Some((_, us)) = late.split_once(':').filter(|(name, _)| *name == site.name) {
+        std::thread::sleep(Duration::from_micros(us.parse().unwrap_or(0)));
     }
 }
 
