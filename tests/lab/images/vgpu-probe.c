@@ -358,15 +358,19 @@ static int torch(void) {
 int main(int argc, char **argv) {
   const char *verb = argc > 1 ? argv[1] : "";
   const char *word = argc > 2 ? argv[2] : 0, *next = argc > 3 ? argv[3] : 0;
+  int known = !strcmp(verb, "info") || !strcmp(verb, "fill") || !strcmp(verb, "torch") ||
+              (word && (!strcmp(verb, "alloc") || !strcmp(verb, "storm"))) || (next && !strcmp(verb, "launch"));
+  if (!known) {
+    fprintf(stderr, "usage: vgpu-probe info | alloc MIB [SECONDS] | fill [SECONDS] | storm PROCESSES | launch SECONDS US | torch\n");
+    return 64;
+  }
   find();
   /* Each of its processes starts the driver itself. */
-  if (!strcmp(verb, "storm") && word) return storm(atoi(word));
+  if (!strcmp(verb, "storm")) return storm(atoi(word));
   CHECK(cuInit, 0);
   if (!strcmp(verb, "info")) return info();
-  if (!strcmp(verb, "alloc") && word) return alloc(word, next);
+  if (!strcmp(verb, "alloc")) return alloc(word, next);
   if (!strcmp(verb, "fill")) return fill(word);
-  if (!strcmp(verb, "launch") && word && next) return launch(atof(word), atol(next));
-  if (!strcmp(verb, "torch")) return torch();
-  fprintf(stderr, "usage: vgpu-probe info | alloc MIB [SECONDS] | fill [SECONDS] | storm PROCESSES | launch SECONDS US | torch\n");
-  return 64;
+  if (!strcmp(verb, "launch")) return launch(atof(word), atol(next));
+  return torch();
 }
