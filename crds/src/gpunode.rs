@@ -21,10 +21,10 @@ use serde::{Deserialize, Serialize};
     derive = "PartialEq",
     doc = "One node's cards: the admin's wishes in spec, what the node's agent found in status. Named like its node.",
     printcolumn(
-        name = "GPUS",
+        name = "USABLE-GPUS",
         type_ = "string",
         json_path = ".status.summary.gpus",
-        description = "Usable cards of all cards"
+        description = "Cards that can be given out, whoever holds part of them, of all cards"
     ),
     printcolumn(
         name = "FREE-MEM",

@@ -35,10 +35,10 @@ const RISEN_STAYS_RISEN: &str = "!has(oldSelf.status) || !has(oldSelf.status.con
     printcolumn(name = "GPU", type_ = "string", json_path = ".spec.summary.gpu"),
     printcolumn(name = "KIND", type_ = "string", json_path = ".spec.summary.kind"),
     printcolumn(
-        name = "MEM",
+        name = "MEM(MIB)",
         type_ = "integer",
         json_path = ".spec.summary.memoryMiB",
-        description = "MiB, at the pod's peak, over all its cards"
+        description = "At the pod's peak, over all its cards"
     ),
     printcolumn(
         name = "CORES",

@@ -161,8 +161,11 @@ fn names_columns_and_selectable_fields() {
             definition["spec"]["versions"][0]["additionalPrinterColumns"].as_array().unwrap().clone();
         columns.iter().map(|c| c["name"].as_str().unwrap().to_owned()).collect()
     };
-    assert_eq!(columns("gpunode"), ["GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "CORDON", "AGE"]);
-    assert_eq!(columns("vgpuallocation"), ["POD", "NODE", "GPU", "KIND", "MEM", "CORES", "PHASE", "AGE"]);
+    assert_eq!(columns("gpunode"), ["USABLE-GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "CORDON", "AGE"]);
+    assert_eq!(
+        columns("vgpuallocation"),
+        ["POD", "NODE", "GPU", "KIND", "MEM(MIB)", "CORES", "PHASE", "AGE"]
+    );
     assert_eq!(columns("miglayout"), ["TARGETS", "APPLIED", "BLOCKED", "FAILED", "AGE"]);
     for (crd, short, scope) in [
         (GPUNode::crd(), "gn", "Cluster"),

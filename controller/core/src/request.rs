@@ -208,7 +208,7 @@ pub enum RequestError {
         hint: String,
     },
     /// A number outside of its range.
-    #[error("container {container}: {key} {value} is outside {least}..={most}: {hint}")]
+    #[error("container {container}: {key} {value} is outside the range {least} to {most}: {hint}")]
     OutOfRange {
         /// Container.
         container: String,

@@ -62,7 +62,7 @@ impl TryFrom<u8> for Percent {
     type Error = String;
 
     fn try_from(value: u8) -> Result<Self, Self::Error> {
-        Self::new(value).ok_or_else(|| format!("{value} is outside 1..=100"))
+        Self::new(value).ok_or_else(|| format!("{value} is outside the range 1 to 100"))
     }
 }
 
@@ -100,7 +100,7 @@ impl TryFrom<u8> for CoreShare {
     type Error = String;
 
     fn try_from(value: u8) -> Result<Self, Self::Error> {
-        Self::new(value).ok_or_else(|| format!("{value} is outside 0..=100"))
+        Self::new(value).ok_or_else(|| format!("{value} is outside the range 0 to 100"))
     }
 }
 

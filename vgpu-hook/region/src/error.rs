@@ -137,7 +137,7 @@ impl fmt::Display for Error {
             Self::TooManySlots { found } => {
                 write!(
                     f,
-                    "proc_num is {found}, outside of 0..={}: the tenant overwrote it",
+                    "proc_num is {found}, outside of 0 to {}: the tenant overwrote it",
                     crate::usage::SLOTS
                 )
             }
@@ -162,7 +162,7 @@ impl fmt::Display for Error {
                 crate::CardUuid::MAX
             ),
             Self::CorePercent { found } => {
-                write!(f, "core share {found}% is outside 1..=100: give a whole percent")
+                write!(f, "core share {found}% is outside of 1 to 100: give a whole percent")
             }
             Self::Zero { index, field } => {
                 write!(f, "{field} of card {index} is 0, which would mean no limit")

@@ -36,7 +36,11 @@ pub(super) fn whole(container: &str, key: &str, text: &str) -> Result<u64, Reque
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, suffix) = text.split_at(end);
     if digits.is_empty() {
-        let hint = if text.starts_with('-') { "it cannot be negative" } else { "write a whole number" };
+        let hint = if text.starts_with('-') {
+            "it cannot be negative: write a whole number, or drop it"
+        } else {
+            "write a whole number"
+        };
         return refuse(hint.to_owned());
     }
     let scale = match suffix {
@@ -46,7 +50,7 @@ pub(super) fn whole(container: &str, key: &str, text: &str) -> Result<u64, Reque
     };
     match digits.parse::<u64>().ok().and_then(|number| number.checked_mul(scale)) {
         Some(number) => Ok(number),
-        None => refuse("it is too large".to_owned()),
+        None => refuse("it is too large: write a smaller number".to_owned()),
     }
 }
 
@@ -63,7 +67,7 @@ fn hint(key: &str, digits: &str, suffix: &str) -> String {
         };
     }
     match suffix {
-        "m" => "thousandths are not taken: write a whole number".to_owned(),
+        "m" => "thousandths (fractions) are not taken: write a whole number".to_owned(),
         _ if suffix.starts_with('.') => "fractions are not taken: write a whole number".to_owned(),
         "M" | "G" | "T" | "P" | "E" if key == super::MEMORY => {
             format!("{key} counts MiB, so that would be {digits}{suffix} of MiB: write the number of MiB")

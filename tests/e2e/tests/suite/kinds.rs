@@ -149,11 +149,11 @@ async fn the_columns_are_there() -> Result<()> {
     let made = scope.running("shown").await?;
     scope.allocation_phase(&made, mullion_crds::vgpuallocation::Phase::Prepared).await?;
     let nodes = scope.lab.kubectl(&["get", "gn"])?;
-    for column in ["GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "CORDON", "AGE"] {
+    for column in ["USABLE-GPUS", "FREE-MEM", "MIG", "LAYOUT", "HEALTH", "CORDON", "AGE"] {
         ensure!(nodes.lines().next().is_some_and(|l| l.contains(column)), "{column} is missing:\n{nodes}");
     }
     let allocations = scope.lab.kubectl(&["-n", &scope.namespace, "get", "vga"])?;
-    for column in ["POD", "NODE", "GPU", "KIND", "MEM", "CORES", "PHASE", "AGE"] {
+    for column in ["POD", "NODE", "GPU", "KIND", "MEM(MIB)", "CORES", "PHASE", "AGE"] {
         ensure!(allocations.lines().next().is_some_and(|l| l.contains(column)), "{column}:\n{allocations}");
     }
     ensure!(allocations.contains("shown") && allocations.contains("Prepared"), "{allocations}");
