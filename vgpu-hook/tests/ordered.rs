@@ -237,3 +237,23 @@ fn a_pool_that_is_over_gives_way() {
     session.done("free all");
     assert_eq!(session.agree("all of it freed"), 0);
 }
+
+/// What a pool still holds when it is destroyed stays charged until its streams may have come to their frees: the driver
+/// cannot be asked any more.
+#[test]
+#[ignore = "needs the built library"]
+fn what_a_pool_does_not_give_back_as_it_is_destroyed_stays_charged() {
+    let place = Place::new().limited(256 * MIB);
+    let mut session = place.ready();
+    session.done("pool p");
+    session.done("keep p 1000000000");
+    session.done("from-pool x p 40000000");
+    session.done("free-async x");
+    let held = session.agree("kept by the threshold");
+    // As if a free were still to come.
+    session.done("fail cuMemPoolTrimTo 999 1");
+    session.done("destroy-pool p");
+    assert_eq!(session.used(), held, "destroyed");
+    session.done("sync-stream");
+    assert_eq!(session.agree("synchronised"), 0);
+}
