@@ -310,3 +310,35 @@ fn small_images_are_charged_by_the_blocks_that_they_have_together() {
     assert_eq!(session.agree("all of them unloaded"), 64 * MIB);
     session.end();
 }
+
+/// The blocks of images that are unloaded may have images of another context, or libraries, in them.
+#[test]
+#[ignore = "needs the built library"]
+fn what_images_leave_behind_is_charged_to_those_that_stay() {
+    let place = Place::new().limited(512 * MIB);
+    let mut session = place.ready();
+    session.done("context c 0");
+    for (other, load, unload) in
+        [("library", "library l", "unload-library l"), ("module", "module o", "unload o")]
+    {
+        for image in 0..20 {
+            session.done(&format!("module m{image} 1000000"));
+            if other == "module" {
+                session.done("current c");
+            }
+            session.done(&format!("{load}{image} 900000"));
+            session.done("primary 0");
+        }
+        session.agree(&format!("{other}: all loaded"));
+        for image in 0..20 {
+            session.done(&format!("unload m{image}"));
+        }
+        assert!(session.agree(&format!("{other}: half of them unloaded")) >= 20 * MIB);
+        for image in 0..20 {
+            session.done(&format!("{unload}{image}"));
+            session.agree(&format!("{other}: {image} unloaded"));
+        }
+        assert_eq!(session.used(), 0, "{other}");
+    }
+    session.end();
+}

@@ -140,3 +140,42 @@ fn what_is_freed_beside_an_array_is_not_taken_for_its_doing() {
         assert_eq!(told["charged"], told["given"], "{slow}");
     }
 }
+
+/// An array's end that waits at the driver holds up no other array.
+#[test]
+#[ignore = "needs the built library"]
+fn arrays_do_not_wait_for_the_end_of_one() {
+    let mut place = Place::new().limited(512 * MIB);
+    place.set("FAKE_CUDA_SLOW", "cuArrayDestroy:2:6000000");
+    let told = told(&place, &["ended"]);
+    assert!(told["longest"] < 3_000, "{} ms", told["longest"]);
+    // It may have given a block back when another one took it.
+    assert!((told["given"]..=told["given"] + 2 * MIB).contains(&told["charged"]), "{}", told["charged"]);
+}
+
+/// An image that there is no room for is unloaded: others work on meanwhile, and it is charged until it is gone.
+#[test]
+#[ignore = "needs the built library"]
+fn nobody_waits_while_a_refused_image_is_unloaded() {
+    let mut place = Place::new().limited(128 * MIB);
+    place.set("FAKE_CUDA_SLOW", "cuModuleUnload:1:6000000");
+    let told = told(&place, &["refused"]);
+    assert!(told["longest"] < 3_000, "{} ms", told["longest"]);
+    assert_eq!((told["left"], told["given"]), (0, 256 * MIB));
+}
+
+/// A thread's end of something comes too late: another thread has ended it, or its context.
+#[test]
+#[ignore = "needs the built library"]
+fn what_another_thread_has_ended_is_charged_no_longer() {
+    for (what, slow) in
+        [("small", "cuArrayDestroy:2"), ("large", "cuArrayDestroy:2"), ("module", "cuModuleUnload:1")]
+    {
+        for by in ["thread", "context"] {
+            let mut place = Place::new().limited(128 * MIB);
+            place.set("FAKE_CUDA_SLOW", &format!("{slow}:400000"));
+            let told = told(&place, &["gone", what, by]);
+            assert_eq!((told["charged"], told["given"]), (0, 0), "{what}, by its {by}");
+        }
+    }
+}

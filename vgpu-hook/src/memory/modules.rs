@@ -3,8 +3,9 @@
 //!
 //! Small images share blocks, and nobody says which: the one that opens a block seems to take all of it, its neighbours
 //! nothing, and the block goes back with the last of them. So the images of a context are charged together: by what is
-//! seen when one is loaded and when one is unloaded, and with nothing when there are none. Libraries belong to no context;
-//! those of a card are together.
+//! seen when one is loaded and when one is unloaded. Libraries belong to no context; those of a card are together. The
+//! blocks of a group may have images of another one in them, so what is left of the last image of a group is handed on
+//! to another group, and is nobody's when the card has no images.
 //!
 //! With lazy loading (the default since CUDA 12.2) a function's code comes with its first use, which is not seen here.
 
@@ -62,8 +63,13 @@ impl Group {
 
     /// Without one, whose end gave back `given_back` bytes.
     fn without(self, given_back: u64) -> Self {
-        let count = self.count.saturating_sub(1);
-        Self { count, bytes: if count == 0 { 0 } else { self.bytes.saturating_sub(given_back) } }
+        Self { count: self.count.saturating_sub(1), bytes: self.bytes.saturating_sub(given_back) }
+    }
+
+    /// With what another group leaves behind.
+    fn heir_of(self, left: u64) -> Self {
+        // One whose context has just ended has no images.
+        if self.count == 0 { self } else { Self { bytes: self.bytes + left, ..self } }
     }
 }
 
@@ -92,6 +98,44 @@ fn change(
         let _ = objects.insert(key, &entry);
     }
     (before, after)
+}
+
+/// Another image is gone: changes its group, and hands on what is left behind by the last one of that. What all groups of the
+/// card are charged less.
+fn leave(container: &Container, card: &Card, group: (u64, u64), ended: u64, given_back: u64) -> u64 {
+    let (before, after) = change(container, card, group, |group| group.without(given_back));
+    let gone = before.bytes - after.bytes;
+    if after.count > 0 || after.bytes == 0 {
+        return gone;
+    }
+    let (images, heir) = other_groups(container, card);
+    let Some(heir) = heir else { return before.bytes };
+    // A block each at most.
+    let left = after.bytes.min(images * BLOCK);
+    let (poor, rich) = change(container, card, heir, |group| group.heir_of(left));
+    fence(SeqCst);
+    // As below: its context ended at the same time.
+    if container.books.contexts.has_ended_since(ended, heir.1) {
+        take_off(container, card, heir);
+    }
+    before.bytes - (rich.bytes - poor.bytes)
+}
+
+/// How many images there are on the card, and a group of them.
+#[cold]
+fn other_groups(container: &Container, card: &Card) -> (u64, Option<(u64, u64)>) {
+    let (mut images, mut found) = (0, None);
+    container.books.objects.drain(
+        |key, entry| {
+            if entry.kind == Kind::Images as u8 && entry.card == card.index {
+                images += Group::unpack(entry.size).count;
+                found = Some((key, entry.note));
+            }
+            false
+        },
+        |_, _| {},
+    );
+    (images, found)
 }
 
 /// A group whose context has ended is charged no longer.
@@ -131,11 +175,9 @@ unsafe fn load(
     let charged = measurement.end(|_, taken| {
         let taken = round_up(taken.map_or(0, |taken| taken.more(MOST)), PAGE);
         let Some(claim) = charge::ask(now.container, now.card, taken) else {
-            if let Some(unload) = unload() {
-                // SAFETY: an image that nobody knows of.
-                let _ = unsafe { unload(loaded) };
-            }
-            return false;
+            // Until it is unloaded.
+            now.card.memory.force(taken);
+            return Err(taken);
         };
         charge::settle(now.card, claim);
         let group = group_of(kind, now.context, now.card);
@@ -148,9 +190,16 @@ unsafe fn load(
         if kind == Kind::Module && now.is_over() {
             take_off(now.container, now.card, group);
         }
-        true
+        Ok(())
     });
-    if !charged {
+    if let Err(taken) = charged {
+        // Without a lock: it may wait for work that waits for another thread.
+        let _hidden = now.container.books.measuring.hidden(now.card);
+        if let Some(unload) = unload() {
+            // SAFETY: an image that nobody knows of.
+            let _ = unsafe { unload(loaded) };
+        }
+        now.card.memory.free(taken);
         return CUresult::OUT_OF_MEMORY;
     }
     // SAFETY: not null, so the caller's place for a result.
@@ -295,8 +344,7 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
         let unseen = if result.is_ok() || entry.size <= BLOCK { 0 } else { entry.size };
         let given_back = given_back(taken, entry.size).max(unseen);
         let group = group_of(kind, entry.note, card);
-        let (before, after) = change(container, card, group, |group| group.without(given_back));
-        card.memory.free(before.bytes - after.bytes);
+        card.memory.free(leave(container, card, group, ended, given_back));
         fence(SeqCst);
         // The context ended at the same time, and did not find the group while it was out.
         if kind == Kind::Module && container.books.contexts.has_ended_since(ended, entry.note) {
@@ -333,8 +381,13 @@ mod tests {
         assert_eq!(group, Group { count: 3, bytes: 2 * BLOCK });
         group = group.without(BLOCK);
         assert_eq!(group, Group { count: 2, bytes: BLOCK });
-        assert_eq!(group.without(0).without(0), Group::default());
+        assert_eq!(group.without(BLOCK).without(0), Group::default());
         assert_eq!(group.without(5 * BLOCK).bytes, 0, "more than is charged");
+        // What the last one leaves behind lies under images of another group.
+        let left = group.without(0).without(0);
+        assert_eq!(left, Group { count: 0, bytes: BLOCK });
+        assert_eq!(Group { count: 1, bytes: 0 }.heir_of(left.bytes), Group { count: 1, bytes: BLOCK });
+        assert_eq!(Group::default().heir_of(BLOCK), Group::default(), "it ended meanwhile");
     }
 
     #[test]

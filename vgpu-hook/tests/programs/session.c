@@ -74,6 +74,8 @@ res cuMemMap(ptr, size_t, size_t, ptr, ptr);
 res cuMemUnmap(ptr, size_t);
 res cuModuleLoadData(void **, const void *);
 res cuModuleUnload(void *);
+res cuLibraryLoadData(void **, const void *, void *, void *, unsigned, void *, void *, unsigned);
+res cuLibraryUnload(void *);
 res cuGraphCreate(void **, unsigned);
 res cuGraphAddMemAllocNode(void **, void *, const void **, size_t, struct node *);
 res cuGraphAddMemFreeNode(void **, void *, const void **, size_t, ptr);
@@ -258,6 +260,11 @@ static void step(char *line, FILE *in) {
     ptr image[8] = { 0x464c457f, 0, 0, 0, 0, n };
     res r = cuModuleLoadData(&thing, image); answer(a, r, (uintptr_t)thing);
   }
+  else if (IS("library")) {
+    ptr image[8] = { 0x464c457f, 0, 0, 0, 0, n };
+    res r = cuLibraryLoadData(&thing, image, 0, 0, 0, 0, 0, 0); answer(a, r, (uintptr_t)thing);
+  }
+  else if (IS("unload-library")) printf("%d\n", cuLibraryUnload(handle(a)));
   else if (IS("unload")) printf("%d\n", cuModuleUnload(handle(a)));
   else if (IS("graph")) {
     void *graph, *take, *give, *exec = 0;

@@ -1,5 +1,6 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
-// `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`. Compiled with -DLIBRARY it is a library whose constructor
+// `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused`,
+// `stall gone WHAT BY`. Compiled with -DLIBRARY it is a library whose constructor
 // makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -15,6 +16,8 @@ typedef int res;
 struct array3d { size_t width, height, depth; unsigned format, channels, flags; };
 res cuInit(unsigned);
 res cuDevicePrimaryCtxRetain(void **, int);
+res cuCtxCreate_v2(void **, unsigned, int);
+res cuCtxDestroy_v2(void *);
 res cuCtxSetCurrent(void *);
 res cuCtxSetLimit(unsigned, size_t);
 res cuMemAlloc_v2(ptr *, size_t);
@@ -31,6 +34,7 @@ res cuGraphExecDestroy(void *);
 res cuDeviceGraphMemTrim(int);
 res cuArray3DCreate_v2(void **, const struct array3d *);
 res cuArrayDestroy(void *);
+res cuModuleUnload(void *);
 res cuModuleLoadData(void **, const void *);
 res cuModuleGetFunction(void **, void *, const char *);
 res cuMemGetInfo_v2(size_t *, size_t *);
@@ -192,6 +196,76 @@ static void array_when_a_free_ends(int is_end, int is_first) {
   printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
 }
 
+static void *ending(void *array) {
+  must(cuCtxSetCurrent(context));
+  must(cuArrayDestroy(array));
+  return array;
+}
+
+// An array is ended, which waits; others are made meanwhile.
+static void arrays_beside_an_end(void) {
+  static void *array[ARRAYS];
+  pthread_t first;
+  void *one;
+  must(cuArray3DCreate_v2(&one, &small));
+  ptr calls = fake_cuda_calls("cuArrayDestroy");
+  pthread_create(&first, 0, ending, one);
+  until("cuArrayDestroy", calls + 1);
+  for (int i = 0; i < ARRAYS; i++) TIMED(cuArray3DCreate_v2(&array[i], &small));
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+}
+
+static int is_module;
+static void *ending_late(void *thing) {
+  must(cuCtxSetCurrent(context));
+  if (!(is_module ? cuModuleUnload(thing) : cuArrayDestroy(thing))) abort();
+  return thing;
+}
+
+// Something is ended, which waits until another thread has ended it, or its context.
+static void thing_that_is_gone(const char *what, int by_context) {
+  struct array3d large = { 4 << 20, 0, 0, 1, 1, 0 };
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 4 << 20 };
+  void *other, *thing;
+  pthread_t first;
+  is_module = !strcmp(what, "module");
+  const char *end = is_module ? "cuModuleUnload" : "cuArrayDestroy";
+  must(cuCtxCreate_v2(&other, 0, 0));
+  if (is_module) must(cuModuleLoadData(&thing, image));
+  else must(cuArray3DCreate_v2(&thing, strcmp(what, "large") ? &small : &large));
+  ptr calls = fake_cuda_calls(end);
+  pthread_create(&first, 0, ending_late, thing);
+  until(end, calls + 1);
+  if (by_context) must(cuCtxDestroy_v2(other));
+  else must(is_module ? cuModuleUnload(thing) : cuArrayDestroy(thing));
+  pthread_join(first, 0);
+  must(cuCtxSetCurrent(context));
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+}
+
+static void *too_large(void *unused) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 256 << 20 };
+  void *module;
+  must(cuCtxSetCurrent(context));
+  if (cuModuleLoadData(&module, image) != 2) abort();
+  return unused;
+}
+
+// An image for which there is no room is unloaded, which waits; an array is made on another card meanwhile.
+static void array_beside_a_refused_image(void) {
+  pthread_t first;
+  void *there, *array;
+  must(cuDevicePrimaryCtxRetain(&there, 1));
+  must(cuCtxSetCurrent(there));
+  pthread_create(&first, 0, too_large, 0);
+  until("cuModuleUnload", 1);
+  TIMED(cuArray3DCreate_v2(&array, &small));
+  must(cuCtxSetCurrent(context));
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+  pthread_join(first, 0);
+  printf("left %zu\n", charged());
+}
+
 int main(int argc, char **argv) {
   pthread_t first, second;
   ptr address;
@@ -222,6 +296,9 @@ int main(int argc, char **argv) {
   }
   if (!strcmp(argv[1], "arrays")) arrays_beside_a_free(atoi(argv[2]), atol(argv[3]));
   else if (!strcmp(argv[1], "ends")) array_when_a_free_ends(atoi(argv[2]), atoi(argv[3]));
+  else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
+  else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
+  else if (!strcmp(argv[1], "refused")) array_beside_a_refused_image();
   else if (!strcmp(argv[1], "load")) {
     pthread_create(&first, 0, load, 0);
     until("cuModuleLoadData", 1);
