@@ -167,8 +167,6 @@ struct KeptCard {
     steer: Option<Steer>,
     /// The library's counters as of the last look; `None` before the first one.
     counted: Option<Counted>,
-    /// The most card time that was shown as charged.
-    shown_ns: u64,
 }
 
 /// What a container's library counted on one card.

@@ -58,7 +58,7 @@ pub struct Steer {
     waits: u64,
     waited_ns: u64,
     elapsed_ns: u64,
-    spent_ns: i64,
+    spent_ns: u64,
 }
 
 impl Default for Steer {
@@ -90,21 +90,20 @@ impl Steer {
         self.scale
     }
 
-    /// Enters what the library charged since the last period, before the scale, and less than nothing where it gave back more
-    /// than it charged (the word `spent_ns` of the usage file). Without it the scale is bounded by [`MAX_SCALE`] alone.
+    /// Enters what the library charged since the last period, before the scale, less what it gave back (the word `spent_ns` of
+    /// the usage file). Without it the scale is bounded by [`MAX_SCALE`] alone.
     #[must_use]
-    pub const fn spent(self, ns: i64) -> Self {
+    pub const fn spent(self, ns: u64) -> Self {
         Self { spent_ns: self.spent_ns.saturating_add(ns), ..self }
     }
 
     /// The largest scale that makes sense where `used_per_mille` of the time since the last judged reading was used.
     fn ceiling(&self, used_per_mille: u64) -> u64 {
         let used_ns = u128::from(used_per_mille) * u128::from(self.elapsed_ns) / 1000;
-        let spent_ns = u128::try_from(self.spent_ns).unwrap_or(0);
-        if spent_ns == 0 {
+        if self.spent_ns == 0 {
             return MAX_SCALE.into();
         }
-        let ceiling = used_ns * u128::from(HEADROOM * u64::from(SCALE_ONE)) / spent_ns;
+        let ceiling = used_ns * u128::from(HEADROOM * u64::from(SCALE_ONE)) / u128::from(self.spent_ns);
         u64::try_from(ceiling).unwrap_or(u64::MAX).max(SCALE_ONE.into())
     }
 

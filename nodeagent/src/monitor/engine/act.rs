@@ -32,7 +32,7 @@ impl Engine {
         decision: policy::Decision,
         looked: &mut Looked,
     ) {
-        let Scene { target, file, ours, mut allowance, mut usage, mut measured, readings, .. } = scene;
+        let Scene { target, file, ours, mut allowance, usage, mut measured, readings, .. } = scene;
         let mut gated = false;
         if let (Some(file), Ok(usage)) = (&file, &usage) {
             gated = self.feed_back(now, file, usage, kept, decision, target);
@@ -56,11 +56,6 @@ impl Engine {
             if let Some(over) = kept.minute.look(now.unix_ns, &usage.cards, &busy) {
                 looked.rows.push(minute_row(target, granted, over));
             }
-        }
-        // What was paid back turns no counter back.
-        for (kept, card) in kept.cards.iter_mut().zip(usage.iter_mut().flat_map(|u| &mut u.cards)) {
-            kept.shown_ns = kept.shown_ns.max(card.spent_ns);
-            card.spent_ns = kept.shown_ns;
         }
         looked.snapshot.containers.push(Container {
             pod: target.pod.clone(),
@@ -142,8 +137,7 @@ impl Engine {
                 waited_ns: counted.wait_ns.saturating_sub(before.wait_ns),
                 elapsed_ns,
             };
-            // Less than nothing where a measurement showed that launches had paid too much.
-            let spent_ns = counted.spent_ns.wrapping_sub(before.spent_ns).cast_signed();
+            let spent_ns = counted.spent_ns.saturating_sub(before.spent_ns);
             // A container that runs freely is not measured against its share.
             observations.push(kept.gauge.held(decision.switch != 0, now).then_some((spent_ns, seen)));
         }

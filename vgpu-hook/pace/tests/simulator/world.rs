@@ -167,7 +167,7 @@ struct Cont {
     waits: u64,
     waited: u64,
     launches: u64,
-    spent: i64,
+    spent: u64,
     last_go: u64,
     starved: u64,
     longest: u64,
@@ -366,7 +366,11 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             if proc.waiting_since.is_none() {
                 if proc.left == 0 || proc.beat != last_agent {
                     (proc.left, proc.beat) = (STAMP_EVERY, last_agent);
-                    cont.spent += std::mem::take(&mut proc.spent);
+                    // It only grows: what was given back is made up for first.
+                    if let Ok(ns) = u64::try_from(proc.spent) {
+                        cont.spent += ns;
+                        proc.spent = 0;
+                    }
                     if cont.stamp.is_none_or(|at| now - at >= STAMP_NS) {
                         cont.stamp = Some(now);
                     }
