@@ -342,3 +342,16 @@ fn what_images_leave_behind_is_charged_to_those_that_stay() {
     }
     session.end();
 }
+
+/// What the driver refuses for its shape is refused so at a full limit, too.
+#[test]
+#[ignore = "needs the built library"]
+fn an_array_that_there_cannot_be_is_not_a_want_of_memory() {
+    let place = Place::new().limited(64 * MIB);
+    let mut session = place.ready();
+    session.done(&format!("alloc all {}", 64 * MIB));
+    assert_eq!(session.ask("array-of a 16 16 0x77")[0], 1);
+    session.refused("array-of b 16 16 0x20");
+    session.agree("nothing came of it");
+    session.end();
+}

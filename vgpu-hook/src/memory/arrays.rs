@@ -141,39 +141,47 @@ pub(super) fn small_is_gone(container: &Container, card: &Card, needed: u64, giv
     }
 }
 
-/// What an array of this shape needs, by the driver's word.
-fn needed(device: CUdevice, shape: &Array3dDescriptor, levels: Option<c_uint>) -> Option<u64> {
+/// What an array of this shape needs, by the driver's word. Else why the driver does not make one with deferred mapping, which
+/// may be the shape's fault; `None` where it has none, or does not say what they need.
+fn needed(
+    device: CUdevice,
+    shape: &Array3dDescriptor,
+    levels: Option<c_uint>,
+) -> Result<u64, Option<CUresult>> {
     let mut question = *shape;
     question.flags |= DEFERRED;
     let mut requirements = ArrayMemoryRequirements::default();
     let mut handle = core::ptr::null_mut();
     if let Some(levels) = levels {
-        let make = driver::function!(cuMipmappedArrayCreate: unsafe extern "C" fn(*mut CUmipmappedArray, *const Array3dDescriptor, c_uint) -> CUresult)?;
-        let ask = driver::function!(cuMipmappedArrayGetMemoryRequirements: unsafe extern "C" fn(*mut ArrayMemoryRequirements, CUmipmappedArray, CUdevice) -> CUresult)?;
+        let make = driver::function!(cuMipmappedArrayCreate: unsafe extern "C" fn(*mut CUmipmappedArray, *const Array3dDescriptor, c_uint) -> CUresult).ok_or(None)?;
+        let ask = driver::function!(cuMipmappedArrayGetMemoryRequirements: unsafe extern "C" fn(*mut ArrayMemoryRequirements, CUmipmappedArray, CUdevice) -> CUresult).ok_or(None)?;
         let end =
-            driver::function!(cuMipmappedArrayDestroy: unsafe extern "C" fn(CUmipmappedArray) -> CUresult)?;
+            driver::function!(cuMipmappedArrayDestroy: unsafe extern "C" fn(CUmipmappedArray) -> CUresult)
+                .ok_or(None)?;
         // SAFETY: a shape and a place of ours.
-        if !unsafe { make(&raw mut handle, &raw const question, levels) }.is_ok() {
-            return None;
+        let result = unsafe { make(&raw mut handle, &raw const question, levels) };
+        if !result.is_ok() {
+            return Err(Some(result));
         }
         // SAFETY: the array just made.
         let result = unsafe { ask(&raw mut requirements, handle, device) };
         // SAFETY: nobody else knows of it.
         let _ = unsafe { end(handle) };
-        return result.is_ok().then_some(requirements.size as u64);
+        return if result.is_ok() { Ok(requirements.size as u64) } else { Err(None) };
     }
-    let make = driver::function!(cuArray3DCreate_v2: unsafe extern "C" fn(*mut CUarray, *const Array3dDescriptor) -> CUresult)?;
-    let ask = driver::function!(cuArrayGetMemoryRequirements: unsafe extern "C" fn(*mut ArrayMemoryRequirements, CUarray, CUdevice) -> CUresult)?;
-    let end = driver::function!(cuArrayDestroy: unsafe extern "C" fn(CUarray) -> CUresult)?;
+    let make = driver::function!(cuArray3DCreate_v2: unsafe extern "C" fn(*mut CUarray, *const Array3dDescriptor) -> CUresult).ok_or(None)?;
+    let ask = driver::function!(cuArrayGetMemoryRequirements: unsafe extern "C" fn(*mut ArrayMemoryRequirements, CUarray, CUdevice) -> CUresult).ok_or(None)?;
+    let end = driver::function!(cuArrayDestroy: unsafe extern "C" fn(CUarray) -> CUresult).ok_or(None)?;
     // SAFETY: a shape and a place of ours.
-    if !unsafe { make(&raw mut handle, &raw const question) }.is_ok() {
-        return None;
+    let result = unsafe { make(&raw mut handle, &raw const question) };
+    if !result.is_ok() {
+        return Err(Some(result));
     }
     // SAFETY: the array just made.
     let result = unsafe { ask(&raw mut requirements, handle, device) };
     // SAFETY: nobody else knows of it.
     let _ = unsafe { end(handle) };
-    result.is_ok().then_some(requirements.size as u64)
+    if result.is_ok() { Ok(requirements.size as u64) } else { Err(None) }
 }
 
 /// At least so much an array of this shape takes: 16 bytes per element is the most that there is.
@@ -202,11 +210,11 @@ unsafe fn create(
     };
     let device = now.container.device(now.card).unwrap_or(0);
     let made = match needed(device, shape, levels) {
-        Some(needed) => match blocks::served(needed) {
+        Ok(needed) => match blocks::served(needed) {
             Served::Blocks(size) => create_large(now, kind, size, &mut real),
             Served::Piece => create_small(now, kind, needed, &mut real),
         },
-        None => create_unknown(now, kind, least(shape), &mut real),
+        Err(why) => create_unknown(now, kind, least(shape), why, &mut real),
     };
     match made {
         Ok(made) => {
@@ -282,10 +290,15 @@ fn create_unknown(
     now: Here,
     kind: Kind,
     least: u64,
+    why: Option<CUresult>,
     real: &mut impl FnMut(*mut CUarray) -> CUresult,
 ) -> Made {
     let looking = now.container.books.measuring.alone(now.card);
     let Some(paid) = charge::advance(now.container, now.card, blocks::round_up(least, BLOCK)) else {
+        if why.is_some() {
+            // Perhaps there is no such array: then the driver's answer counts, and not that there is no room.
+            destroy_at_driver(kind, ask_driver(real)?);
+        }
         return refused(now.card);
     };
     let (made, change) = make_between_looks(now, &looking, paid, real)?;

@@ -211,6 +211,11 @@ static void step(char *line, FILE *in) {
     res r = IS("mipmap") ? cuMipmappedArrayCreate(&thing, &shape, 12) : cuArray3DCreate_v2(&thing, &shape);
     answer(a, r, (uintptr_t)thing);
   }
+  else if (IS("array-of")) {
+    // Of that format.
+    struct array3d shape = { n, m, 0, strtoul(d, 0, 0), 1, 0 };
+    res r = cuArray3DCreate_v2(&thing, &shape); answer(a, r, (uintptr_t)thing);
+  }
   else if (IS("destroy-array")) printf("%d\n", cuArrayDestroy(handle(a)));
   else if (IS("destroy-mipmap")) printf("%d\n", cuMipmappedArrayDestroy(handle(a)));
   else if (IS("async")) { res r = cuMemAllocAsync(&place, n, 0); answer(a, r, place); }
