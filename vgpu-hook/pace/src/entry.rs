@@ -31,8 +31,9 @@ const MOST_NS: u64 = 1 << 40;
 const JUMP: u64 = 8;
 /// After such a one this many measurements are of each launch.
 const WATCH: u16 = 32;
-/// So many such ones in a row are a function that takes longer now.
-const RISES: u8 = 4;
+/// So many measurements in a row, of which the first is such a one and each of more than twice the mean, are of a function that
+/// takes longer now.
+const RISES: u8 = 6;
 /// A launch and its two events take a few us, and tens of them on a busy machine. What takes longer was held up.
 const SLOW_HOST_NS: u64 = 100_000;
 /// In [`Entry::watch`]: the last measurement was of nothing.
@@ -180,8 +181,13 @@ impl Entry {
             let due = ns.saturating_mul(seen.into());
             return Correction::of_all(self.charged.swap(due, Relaxed), due);
         }
-        let owed =
-            if ns > old.saturating_mul(JUMP) { self.rise(ns, old, launches) } else { self.calm_down() };
+        let rises = self.rises.load(Relaxed);
+        let owed = if ns > old.saturating_mul(if rises > 0 { 2 } else { JUMP }) {
+            self.rise(rises + 1, ns, old, launches)
+        } else {
+            self.rises.store(0, Relaxed);
+            None
+        };
         if owed.is_none() && (young || measurement.sample == Sample::Chance) {
             self.cost.store((old - old / 4 + ns / 4).max(1), Relaxed);
         }
@@ -219,15 +225,14 @@ impl Entry {
         believed
     }
 
-    /// A measurement far above the mean: the next ones are of each launch. What is owed for the `launches` since the
-    /// measurement before, once it is clear that the function takes longer now.
-    fn rise(&self, ns: u64, old: u64, launches: u32) -> Option<u64> {
-        let rises = self.rises.load(Relaxed) + 1;
+    /// A measurement far above the mean, or one that follows such a one: the next ones are of each launch. What is owed for the
+    /// `launches` since the measurement before, once it is clear that the function takes longer now.
+    fn rise(&self, rises: u8, ns: u64, old: u64, launches: u32) -> Option<u64> {
         if rises == 1 {
             let owed = (ns - old).saturating_mul(launches.saturating_sub(1).into()).min(MOST_OWED) / 1_000;
             self.owed_us.store(u32::try_from(owed).unwrap_or(0), Relaxed);
+            self.watch.store(WATCH, Relaxed);
         }
-        self.watch.store(WATCH, Relaxed);
         if rises < RISES {
             self.rises.store(rises, Relaxed);
             return None;
@@ -235,11 +240,6 @@ impl Entry {
         self.rises.store(0, Relaxed);
         self.cost.store(ns, Relaxed);
         Some(u64::from(self.owed_us.swap(0, Relaxed)) * 1_000)
-    }
-
-    fn calm_down(&self) -> Option<u64> {
-        self.rises.store(0, Relaxed);
-        None
     }
 }
 

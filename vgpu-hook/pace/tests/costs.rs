@@ -169,11 +169,11 @@ fn a_function_that_takes_longer_now_is_charged_so_at_once() {
     let quote = picked(launch(&costs, key(1)), Sample::Close);
     let due = Correction::Launch { paid_ns: 3_000, due_ns: 20 * MS };
     assert_eq!(took(&costs, key(1), &quote, 20 * MS), due);
-    // Each of the next is measured; the fourth one tells that it was so for the ten as well.
-    for n in 2..=4 {
+    // Each of the next is measured; the sixth one tells that it was so for the ten as well.
+    for n in 2..=6 {
         let quote = launch(&costs, key(1));
         assert_eq!((quote.ns, quote.sample), (3_000, Sample::Close));
-        let owed = if n == 4 { 10 * (20 * MS - 3_000) / 1_000 * 1_000 } else { 0 };
+        let owed = if n == 6 { 10 * (20 * MS - 3_000) / 1_000 * 1_000 } else { 0 };
         let due = Correction::Launch { paid_ns: 3_000, due_ns: 20 * MS + owed };
         assert_eq!(took(&costs, key(1), &quote, 20 * MS), due, "{n}");
     }
@@ -202,6 +202,7 @@ fn functions_that_vary_are_charged_the_mean() {
         ("by turns", 100_000, 700_000, Box::new(|n| n % 2 == 0)),
         ("by turns", 500_000, 5 * MS, Box::new(|n| n % 2 == 0)),
         ("by turns", 10_000, MS, Box::new(|n| n % 2 == 0)),
+        ("by turns", 20_000, 20 * MS, Box::new(|n| n % 2 == 0)),
         ("every eighth", 100_000, 5 * MS, Box::new(|n| n % 8 == 0)),
         ("every 32nd", 5_000, MS, Box::new(|n| n % 32 == 0)),
         ("one in 4", 100_000, 5 * MS, Box::new(chance(4))),
@@ -232,7 +233,9 @@ fn functions_that_vary_are_charged_the_mean() {
         }
         let error = charged as f64 / due as f64 - 1.0;
         println!("{case}, {short} and {long}: {:+.1} %", 100.0 * error);
-        assert!(error.abs() < 0.15, "{case}, {short} and {long}: {error}");
+        // One that really changes is followed with some delay, both ways.
+        let most = if case == "a long phase" { 0.25 } else { 0.15 };
+        assert!(error.abs() < most, "{case}, {short} and {long}: {error}");
     }
 }
 

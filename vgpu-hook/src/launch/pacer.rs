@@ -401,6 +401,9 @@ fn pass_gate(lane: &impl Lane) -> Option<u64> {
 #[cold]
 fn renew(lane: &impl Lane, local: &Local) {
     let _ = pass_gate(lane);
+    // The next launch looks at the clock: who pays little for what takes long now could go on by an old one for long, and it
+    // is those that pay by the clock of which one is measured from time to time.
+    local.now.store(0, Relaxed);
     // The container's word only grows: what was given back is made up for first.
     let spent = local.spent_ns.load(Relaxed);
     if let Ok(ns @ 1..) = u64::try_from(spent) {

@@ -18,7 +18,7 @@ use super::Lane;
 use super::capture::Capture;
 use super::events::{Events, Handle, Measuring, Query};
 use super::lane::{Calm, is_gated};
-use super::pacer::{Pacer, Request};
+use super::pacer::{Pacer, Request, STAMP_EVERY};
 use crate::container::{CardWords, HamiTail, Page, PageCard};
 use crate::cuda::{CUenum, CUresult};
 use crate::sys::{clock, futex_wake};
@@ -569,4 +569,29 @@ fn what_was_spent_is_what_was_charged_in_the_end() {
     }
     let spent = files.words.spent_ns.load(Relaxed);
     assert!((4_900_000..=6_000_000).contains(&spent), "{spent} ns for 1,000 launches of 5 us");
+}
+
+/// A function that took 3 us, launched in batches with pauses, as fast as those allow: the word lags behind then, and nobody
+/// would look at the clock.
+#[test]
+fn a_function_that_takes_longer_now_is_found_out_within_two_rounds_of_stamps() {
+    for before in [2_000, 2_040, 2_090] {
+        let (files, pacer, mut fake) = (Files::new(30), pacer(None), Fake::new(3_000));
+        let lane = files.lane(None);
+        let launch = |fake: &Fake, count: u32| {
+            for _ in 0..count {
+                let _ = pacer.launch(&lane, &request(), fake, || CUresult::SUCCESS);
+            }
+            pacer.poll(&lane, fake);
+        };
+        (0..before / 16).for_each(|_| launch(&fake, 16));
+        fake.elapsed = 10 * MS;
+        let mut launches = 0;
+        while pacer.costs.known(request().key).is_none_or(|k| k.ns < 9 * MS) {
+            thread::sleep(Duration::from_millis(20));
+            launch(&fake, 16);
+            launches += 16;
+        }
+        assert!(launches <= 2 * STAMP_EVERY, "{before}: {launches}");
+    }
 }
