@@ -2,7 +2,7 @@ use crate::{Mark, Word};
 
 /// Tries before a claim that meets others is refused.
 pub const ATTEMPTS: u32 = 8;
-/// Tries in which the settled bytes alone left no room before a claim is refused without waiting on.
+/// Tries in which the settled bytes alone seemed to leave no room before a claim is refused without waiting on.
 const FULL: u32 = 2;
 /// Different waits: more would make a claim of a high slot wait long.
 const WAITS: usize = 64;
@@ -270,6 +270,12 @@ impl<'a, W: Word, M: Mark> Account<'a, W, M> {
     #[must_use]
     pub fn used(&self) -> u64 {
         self.sums().claimed
+    }
+
+    /// Bytes that the container's processes hold; those of dead ones count until they are reaped.
+    #[must_use]
+    pub fn settled(&self) -> u64 {
+        self.sums().settled
     }
 
     /// Bytes that this process holds or asks for.

@@ -10,11 +10,13 @@
 //!   `settle_at(claim, real)` where the driver took another amount), or `account.undo(claim)` on the driver's error.
 //! * `account.free(bytes)` after the driver's free.
 //! * `account.force(bytes)` for what the driver gave unasked; `account.adjust(old, new)` for a pool's reserve.
-//! * `account.reap(slot)` with that slot's byte held; `account.used()`, `account.total()`, `account.own_used()`.
+//! * `account.reap(slot)` with that slot's byte held; `account.used()`, `account.settled()`, `account.total()`,
+//!   `account.own_used()`.
 //! * [`Peers`]: `take(slot)` tries the slot's lock byte, `give_back(slot)` releases it, `pause(units)` waits.
 //! * `Table::new(pieces, top)`: key -> [`Entry`] `{size, card, kind, note}`: `insert`, `take` (before the driver's
-//!   free; `insert` again when that fails), `get`, `swap_size`, `drain`. One table for each space of keys: an address
-//!   and a handle may be the same number. No lock: a killed thread or a fork leaves nothing held.
+//!   free; `insert` again when that fails), `take_if`, `get`, `swap_size`, `drain`. One table for each space of keys: an address
+//!   and a handle may be the same number. No lock: a killed thread or a fork leaves nothing held, and whoever misses a key
+//!   beside a place at which another thread is busy looks again, but not for ever.
 //! * [`Pieces`]: `piece(level)` makes or finds the zeroed memory of `piece_len(level)` words, `existing(level)` finds.
 //!
 //! # The algorithm
@@ -39,15 +41,18 @@
 //! **Crashes.** A process that dies leaves T too high, never too low. T too high costs the sum, never the limit and
 //! never a refusal: what is refused is refused by the sum of C, and C of a dead process is reaped.
 //!
-//! **Who is refused.** A try fails only when the sum of C was over L *while the try ran*: by bytes held, by claims or
-//! frees in flight of living processes, or by dead ones, which are then reaped and cost the claim none of its tries. So:
+//! **Who is refused.** A try fails when the sum of C was over L: by bytes held, by claims or frees in flight of living
+//! processes, or by dead ones, which are then reaped and cost the claim none of its tries. The sum is no snapshot: what one
+//! process frees and another one claims while it is made may be in it twice. So:
 //! * A process that claims while no other one claims or frees gets what fits, whatever T says, after any crash.
 //! * Where nothing crashed and each racer would fit alone, one gets the room in every interleaving: T is exact, and the
 //!   first that adds to it finds room.
 //! * After a crash one of the racers gets it unless all of their eight tries meet, with waits that differ by slot and
 //!   thread and double each time.
 //!
-//! Whoever sees in two tries running that the settled bytes alone leave no room is refused without waiting on.
+//! Whoever finds in two tries running that the settled bytes alone leave no room is refused without waiting on: they are a
+//! sum of the same kind, so that beside processes which free and claim without a pause, a claim may be refused although there
+//! was room at each moment of it.
 //!
 //! **Scribbled words.** A tenant can write the file. Sums saturate, T saturates upwards and wraps only downwards to a
 //! number far above any limit, where the sum decides; a request whose C would wrap is refused; reaping takes no more off T

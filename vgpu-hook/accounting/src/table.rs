@@ -18,8 +18,11 @@ const BASE: usize = 7;
 
 /// Key of a place that is free.
 const FREE: u64 = 0;
-/// Key of a place that is being written or emptied.
+/// Key of a place that is being written or emptied, or put in again as it was: for some instructions.
 const BUSY: u64 = u64::MAX;
+/// How often a place that is busy is looked at again, by whoever would miss a key there. Its thread may have lost its core;
+/// in a forked child it is not there any more.
+const LOOKS: u32 = 1 << 14;
 
 /// Words of the piece of `level`: 512 entries (16 KiB), then four times as many each.
 #[must_use]
@@ -132,12 +135,17 @@ impl<P: Pieces> Table<P> {
     pub fn take(&self, key: u64) -> Option<Entry> {
         self.find(key, |[k, size, tag, note]| {
             if !k.grab(key, BUSY) {
-                return None;
+                return Err(Miss::Perhaps);
             }
             let entry = Entry::of(size.peek(), tag.peek(), note.peek());
             k.publish(FREE);
-            Some(entry)
+            Ok(entry)
         })
+    }
+
+    /// Takes `key` out if its entry is one that `wanted` picks: one of several, where it was entered more than once.
+    pub fn take_if(&self, key: u64, wanted: impl Fn(&Entry) -> bool) -> Option<Entry> {
+        self.find(key, |place| take_place(place, key, &wanted))
     }
 
     /// Looks `key` up.
@@ -146,13 +154,23 @@ impl<P: Pieces> Table<P> {
         self.find(key, |[k, size, tag, note]| {
             let entry = Entry::of(size.read(), tag.read(), note.read());
             // Still there, so nothing else was written over it meanwhile.
-            (k.peek() == key).then_some(entry)
+            if k.peek() == key { Ok(entry) } else { Err(Miss::Perhaps) }
         })
     }
 
-    /// Gives `key` another size and returns the former: of several changes at once each sees the one before it.
+    /// Gives `key` another size and returns the former: of several changes at once each sees the one before it, and
+    /// whoever takes it out the last.
     pub fn swap_size(&self, key: u64, size: u64) -> Option<u64> {
-        self.find(key, |[_, word, _, _]| Some(word.exchange(size)))
+        self.find(key, |[k, word, _, _]| {
+            // Nobody takes it out in between and the size goes to nobody, or to another key's entry.
+            if !k.grab(key, BUSY) {
+                return Err(Miss::Perhaps);
+            }
+            let former = word.peek();
+            word.put(size);
+            k.publish(key);
+            Ok(former)
+        })
     }
 
     /// Takes out every entry that `gone` picks, and hands it to `out`.
@@ -160,15 +178,17 @@ impl<P: Pieces> Table<P> {
         for piece in (0..LEVELS).filter_map(|level| self.pieces.existing(level)) {
             for place in piece.chunks_exact(ENTRY) {
                 let [k, size, tag, note] = place else { continue };
-                let key = k.read();
-                if key == FREE || key == BUSY {
-                    continue;
-                }
-                let entry = Entry::of(size.peek(), tag.peek(), note.peek());
-                if gone(key, &entry) && k.grab(key, BUSY) {
+                // Once more where another one was at the place at the same moment.
+                loop {
+                    let key = settled(k);
                     let entry = Entry::of(size.peek(), tag.peek(), note.peek());
-                    k.publish(FREE);
-                    out(key, entry);
+                    if key == FREE || key == BUSY || !gone(key, &entry) {
+                        break;
+                    }
+                    if let Ok(entry) = take_place([k, size, tag, note], key, |entry| gone(key, entry)) {
+                        out(key, entry);
+                        break;
+                    }
                 }
             }
         }
@@ -176,7 +196,39 @@ impl<P: Pieces> Table<P> {
 
     /// The first answer of `visit` for a place that holds `key`.
     #[inline]
-    fn find<T>(&self, key: u64, visit: impl Fn([&P::Word; ENTRY]) -> Option<T>) -> Option<T> {
+    fn find<T>(&self, key: u64, visit: impl Fn([&P::Word; ENTRY]) -> Result<T, Miss>) -> Option<T> {
+        let found = self.scan(key, |found| found == key, |_, place| visit(place).ok());
+        if found.is_some() { found } else { self.find_again(key, visit) }
+    }
+
+    /// A place at which somebody is busy may hold the key in a moment.
+    #[cold]
+    #[inline(never)]
+    fn find_again<T>(&self, key: u64, visit: impl Fn([&P::Word; ENTRY]) -> Result<T, Miss>) -> Option<T> {
+        for _ in 0..LOOKS {
+            let mut is_sure = true;
+            let is_meant = |found| found == key || found == BUSY;
+            let found = self.scan(key, is_meant, |found, place| {
+                let answer = if found == key { visit(place) } else { Err(Miss::Perhaps) };
+                is_sure &= !matches!(answer, Err(Miss::Perhaps));
+                answer.ok()
+            });
+            if found.is_some() || is_sure {
+                return found;
+            }
+            P::Word::pause();
+        }
+        None
+    }
+
+    /// The first answer of `visit` for those of the places of `key` whose own key `is_meant`.
+    #[inline]
+    fn scan<T>(
+        &self,
+        key: u64,
+        is_meant: impl Fn(u64) -> bool,
+        mut visit: impl FnMut(u64, [&P::Word; ENTRY]) -> Option<T>,
+    ) -> Option<T> {
         if key == FREE || key == BUSY {
             return None;
         }
@@ -184,9 +236,10 @@ impl<P: Pieces> Table<P> {
             let Some(piece) = self.pieces.existing(level) else { continue };
             for bucket in buckets(piece, level, key) {
                 for place in bucket.chunks_exact(ENTRY) {
-                    if let [k, size, tag, note] = place
-                        && k.read() == key
-                        && let Some(answer) = visit([k, size, tag, note])
+                    let [k, size, tag, note] = place else { continue };
+                    let found = k.read();
+                    if is_meant(found)
+                        && let Some(answer) = visit(found, [k, size, tag, note])
                     {
                         return Some(answer);
                     }
@@ -208,6 +261,48 @@ impl<P: Pieces> Table<P> {
             top = self.top.peek();
         }
     }
+}
+
+/// Why nothing was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Miss {
+    /// It is not there.
+    Surely,
+    /// Another one was there at the same moment.
+    Perhaps,
+}
+
+/// Takes out what stands at a place under `key`, if `wanted` picks it. It is looked at again when nobody else can change it:
+/// between a look and that, the key may have been taken out and entered anew.
+fn take_place<W: Cell>(
+    [k, size, tag, note]: [&W; ENTRY],
+    key: u64,
+    mut wanted: impl FnMut(&Entry) -> bool,
+) -> Result<Entry, Miss> {
+    let look = || Entry::of(size.peek(), tag.peek(), note.peek());
+    if !wanted(&look()) {
+        return Err(Miss::Surely);
+    }
+    if !k.grab(key, BUSY) {
+        return Err(Miss::Perhaps);
+    }
+    let entry = look();
+    let is_wanted = wanted(&entry);
+    k.publish(if is_wanted { FREE } else { key });
+    if is_wanted { Ok(entry) } else { Err(Miss::Perhaps) }
+}
+
+/// The key of a place, as soon as nobody is busy there.
+fn settled<W: Cell>(k: &W) -> u64 {
+    let mut key = k.read();
+    for _ in 0..LOOKS {
+        if key != BUSY {
+            break;
+        }
+        W::pause();
+        key = k.read();
+    }
+    key
 }
 
 /// Writes an entry into a free place of `key` in `piece`; whether there was one.

@@ -39,8 +39,10 @@ pub trait Cell {
     fn publish(&self, value: u64);
     /// Writes `new` where `current` is there, and says whether; what was written before `current` is seen afterwards.
     fn grab(&self, current: u64, new: u64) -> bool;
-    /// Writes and gives what was there.
-    fn exchange(&self, value: u64) -> u64;
+    /// What a thread does that looks again and again at a place where another one is busy.
+    fn pause() {
+        core::hint::spin_loop();
+    }
 }
 
 impl Word for AtomicU64 {
@@ -101,9 +103,5 @@ impl Cell for AtomicU64 {
     #[inline]
     fn grab(&self, current: u64, new: u64) -> bool {
         self.compare_exchange(current, new, Ordering::Acquire, Ordering::Relaxed).is_ok()
-    }
-    #[inline]
-    fn exchange(&self, value: u64) -> u64 {
-        self.swap(value, Ordering::AcqRel)
     }
 }

@@ -173,8 +173,8 @@ impl Cell for Place {
     fn grab(&self, current: u64, new: u64) -> bool {
         self.near().compare_exchange(current, new, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
-    fn exchange(&self, value: u64) -> u64 {
-        self.near().swap(value, Ordering::AcqRel)
+    fn pause() {
+        thread::yield_now();
     }
 }
 
@@ -269,6 +269,21 @@ fn of_two_who_take_one_key_one_gets_it() {
         let thread = thread::spawn(move || other.take(KEY).is_some());
         let won = table.take(KEY).is_some();
         assert_ne!(won, thread.join().unwrap());
+    });
+}
+
+/// Whoever takes it out gets the one size or the other, and whoever changes it knows which.
+#[test]
+fn an_entry_whose_size_changes_is_not_missed() {
+    let place = place_of_key();
+    model(move || {
+        let table = table(place);
+        table.insert(KEY, &entry(7)).unwrap();
+        let other = Arc::clone(&table);
+        let thread = thread::spawn(move || other.swap_size(KEY, 9));
+        let taken = table.take(KEY).map(|entry| entry.size);
+        let changed = thread.join().unwrap();
+        assert!([(Some(7), None), (Some(9), Some(7))].contains(&(taken, changed)), "{taken:?}, {changed:?}");
     });
 }
 

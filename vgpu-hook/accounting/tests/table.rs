@@ -167,6 +167,75 @@ fn a_place_that_nobody_finishes_is_lost_and_blocks_nobody() {
 }
 
 #[test]
+fn of_two_entries_of_a_key_the_wanted_one_is_taken() {
+    let table = table(1);
+    for n in [1, 2] {
+        table.insert(7, &entry(n)).unwrap();
+    }
+    assert_eq!(table.take_if(7, |e| *e == entry(3)), None);
+    assert_eq!(table.take_if(8, |_| true), None);
+    assert_eq!(table.take_if(7, |e| *e == entry(2)), Some(entry(2)));
+    assert_eq!(table.take_if(7, |e| *e == entry(2)), None);
+    assert_eq!(table.take(7), Some(entry(1)));
+}
+
+/// Between the look at an entry and its end another thread frees the key and enters it anew, for something that stays.
+#[test]
+fn what_was_entered_anew_meanwhile_is_not_drained() {
+    let table = table(1);
+    table.insert(7, &entry(1)).unwrap();
+    let mut looks = 0;
+    let is_gone = |key: u64, found: &Entry| {
+        looks += 1;
+        if looks == 1 {
+            assert_eq!(table.take(key), Some(entry(1)));
+            table.insert(key, &entry(2)).unwrap();
+        }
+        *found == entry(1)
+    };
+    table.drain(is_gone, |_, taken| panic!("{taken:?}"));
+    assert_eq!(table.take(7), Some(entry(2)));
+}
+
+/// While one thread changes sizes, others take the entries out, one by one or all: none is missed, and the last change is
+/// known to whoever made it.
+#[test]
+fn an_entry_whose_size_changes_is_taken_out_once() {
+    const ROUNDS: u64 = 3000;
+    let table = table(1);
+    let barrier = Barrier::new(3);
+    let [taken, changed] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+    std::thread::scope(|scope| {
+        for thread in 0..3 {
+            let (table, barrier, taken, changed) = (&table, &barrier, &taken, &changed);
+            scope.spawn(move || {
+                for round in 0..ROUNDS {
+                    let key = address(round);
+                    if thread == 0 {
+                        table.insert(key, &entry(0)).unwrap();
+                    }
+                    barrier.wait();
+                    let out = |e: Entry| {
+                        taken.fetch_add(2 + usize::try_from(e.size).unwrap(), Ordering::SeqCst);
+                    };
+                    match thread {
+                        0 if round % 2 == 0 => table.take(key).map_or((), out),
+                        0 => table.drain(|_, _| true, |_, e| out(e)),
+                        _ => {
+                            let is_first = table.swap_size(key, 1) == Some(0);
+                            changed.fetch_add(usize::from(is_first), Ordering::SeqCst);
+                        }
+                    }
+                    barrier.wait();
+                }
+            });
+        }
+    });
+    let changed = changed.into_inner() as u64;
+    assert_eq!(taken.into_inner() as u64, 2 * ROUNDS + changed, "{changed} changed");
+}
+
+#[test]
 fn of_threads_that_take_the_same_key_one_gets_it() {
     const THREADS: usize = 4;
     const ROUNDS: u64 = 3000;
