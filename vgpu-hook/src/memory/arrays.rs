@@ -20,6 +20,7 @@ use mullion_region::MAX_DEVICES;
 
 use super::alone::{Alone, Change};
 use super::blocks::{self, BLOCK, Served};
+use super::contexts::bury_object;
 use super::looks::From;
 use super::{Books, Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
@@ -246,10 +247,11 @@ fn enter(now: Here, kind: Kind, made: CUarray, as_kind: Kind, size: u64) {
     let objects = &now.container.books.objects;
     let key = key_of(kind, made.addr() as u64);
     let entry = Entry { size, card: now.card.index, kind: as_kind as u8, note: now.context };
+    bury_object(now, key);
     let _ = objects.insert(key, &entry);
     fence(SeqCst);
     // The context ended while the driver was asked: it took the array along.
-    if now.is_over() && objects.take(key).is_some() {
+    if now.is_over() && objects.take_if(key, |found| *found == entry).is_some() {
         if as_kind == Kind::SmallArray {
             small_is_gone(now.container, now.card, size, None);
         } else {

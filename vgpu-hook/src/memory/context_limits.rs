@@ -54,28 +54,35 @@ pub(crate) unsafe fn context_set_limit(
         return result;
     }
     let (most_more, most_less) = believable(limit, former, value);
-    measurement.end(|_, taken| {
-        let Some(taken) = taken else { return result };
+    let refused = measurement.end(|_, taken| {
+        let taken = taken?;
         let (more, less) = (taken.more(most_more), taken.less(most_less));
+        let objects = &now.container.books.objects;
         let key = key_of(Kind::Context, now.context);
-        let Some(entry) = now.container.books.objects.get(key) else { return result };
+        let entry = objects.get(key)?;
+        // Where the context ends meanwhile, it takes along what its entry says.
         if more > 0 {
             let Some(claim) = charge::ask(now.container, now.card, more) else {
-                if let Some(former) = former {
-                    // SAFETY: what it was before.
-                    let _ = unsafe { real(limit, former) };
-                }
-                return CUresult::OUT_OF_MEMORY;
+                return Some(measuring.hidden_many(Some(now.card)));
             };
             charge::settle(now.card, claim);
-            now.container.books.objects.swap_size(key, entry.size + more);
+            if objects.swap_size(key, entry.size + more).is_none() {
+                now.card.memory.free(more);
+            }
         } else if less > 0 {
             let freed = less.min(entry.size);
-            now.container.books.objects.swap_size(key, entry.size - freed);
-            now.card.memory.free(freed);
+            if objects.swap_size(key, entry.size - freed).is_some() {
+                now.card.memory.free(freed);
+            }
         }
-        result
-    })
+        None
+    });
+    let Some(_hidden) = refused else { return result };
+    if let Some(former) = former {
+        // SAFETY: what it was before.
+        let _ = unsafe { real(limit, former) };
+    }
+    CUresult::OUT_OF_MEMORY
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use super::looks::{self, From};
 use super::measured::Measurement;
 use super::modules::Group;
 use super::taken::{Taken, Trust};
-use super::{Kind, Pass, charge, counted, current_context, key_of, linear};
+use super::{Here, Kind, Pass, charge, counted, current_context, key_of, linear};
 use crate::container::{self, Card, Container, Held, Lock, Notice};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver;
@@ -32,29 +32,52 @@ pub(crate) struct Contexts {
     /// card's thread.
     locks: [Lock; MAX_DEVICES],
     /// Held while one is counted as ended.
-    ending: Lock,
+    counting: Lock,
     primary: [AtomicU64; MAX_DEVICES],
     /// Contexts by card.
     count: [AtomicU64; MAX_DEVICES],
     /// The one context of a card that has just one; else 0.
     only: [AtomicU64; MAX_DEVICES],
-    /// Contexts that have ended, and the last ones among them.
-    ended: AtomicU64,
+    /// Contexts that have ended, in units of [`Ends::ONE`], and how many are about to: what was in these is gone sooner than it is
+    /// off the books.
+    ends: AtomicU64,
+    /// The last ones that have ended.
     last: [AtomicU64; LAST],
 }
 
 /// Contexts that ended and are kept in mind.
 const LAST: usize = 8;
 
+/// How many contexts have ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ends(u64);
+
+impl Ends {
+    const ONE: u64 = 1 << 16;
+
+    const fn count(self) -> u64 {
+        self.0 / Self::ONE
+    }
+}
+
+/// A context is about to end, until this goes. From before the driver is asked until nothing in the books is left of it.
+pub(super) struct Ending<'c>(&'c Contexts);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.ends.fetch_sub(1, SeqCst);
+    }
+}
+
 impl Contexts {
     pub(super) const fn new() -> Self {
         Self {
             locks: [const { Lock::new() }; MAX_DEVICES],
-            ending: Lock::new(),
+            counting: Lock::new(),
             primary: [const { AtomicU64::new(0) }; MAX_DEVICES],
             count: [const { AtomicU64::new(0) }; MAX_DEVICES],
             only: [const { AtomicU64::new(0) }; MAX_DEVICES],
-            ended: AtomicU64::new(0),
+            ends: AtomicU64::new(0),
             last: [const { AtomicU64::new(0) }; LAST],
         }
     }
@@ -66,28 +89,40 @@ impl Contexts {
 
     /// How many contexts have ended.
     #[inline]
-    pub(super) fn ended(&self) -> u64 {
-        self.ended.load(Acquire)
+    pub(super) fn ended(&self) -> Ends {
+        Ends(self.ends.load(Acquire) & !(Ends::ONE - 1))
+    }
+
+    /// Whether any context has ended since `before` had, or is about to.
+    #[inline]
+    pub(super) fn any_since(&self, before: Ends) -> bool {
+        self.ends.load(Acquire) != before.0
     }
 
     /// Whether `context` is among those that have ended since `before` had; where too many have, it is not told.
-    pub(super) fn has_ended_since(&self, before: u64, context: u64) -> bool {
-        let since = self.ended().saturating_sub(before);
-        let newest = self.ended();
+    pub(super) fn has_ended_since(&self, before: Ends, context: u64) -> bool {
+        let newest = self.ended().count();
+        let since = newest.saturating_sub(before.count());
         (1..=since.min(LAST as u64)).any(|back| {
             let place = usize::try_from(newest.wrapping_sub(back)).unwrap_or(0) % LAST;
             self.last.get(place).is_some_and(|last| last.load(Relaxed) == context)
         })
     }
 
+    /// A context may be about to end: to be called before the driver is asked.
+    pub(super) fn ending(&self) -> Ending<'_> {
+        self.ends.fetch_add(1, SeqCst);
+        Ending(self)
+    }
+
     /// `context` is about to be taken off the books.
     fn ends(&self, context: u64) {
-        let _held = self.ending.lock();
-        let number = self.ended.load(Relaxed);
+        let _held = self.counting.lock();
+        let number = self.ended().count();
         if let Some(last) = self.last.get(usize::try_from(number).unwrap_or(0) % LAST) {
             last.store(context, Relaxed);
         }
-        self.ended.store(number + 1, Release);
+        self.ends.fetch_add(Ends::ONE, Release);
         // See `Here::is_over`.
         fence(SeqCst);
     }
@@ -165,7 +200,7 @@ impl<'c> Making<'c> {
     /// Charges a context just made, or ends it by `release` where the limit has no room for it; whether it had.
     fn made(self, context: u64, release: impl FnOnce()) -> bool {
         let Self { container, card, measurement, is_first, paid } = self;
-        measurement.end(|looking, taken| {
+        let refused = measurement.end(|looking, taken| {
             let mut bytes = size_of_context(taken, paid, is_first);
             // Nobody knows, or a neighbour freed more than it took.
             if bytes == 0 && is_first && taken.is_none_or(|taken| taken.trust != Trust::Full) {
@@ -176,15 +211,18 @@ impl<'c> Making<'c> {
             }
             if !charge_context(container, card, paid, bytes) {
                 tell_if_too_large(container, card, bytes);
-                release();
-                card.memory.free(paid);
-                return false;
+                return Some(container.books.measuring.hidden_many(Some(card)));
             }
             let entry = Entry { size: bytes, card: card.index, kind: Kind::Context as u8, note: context };
             let _ = container.books.objects.insert(key_of(Kind::Context, context), &entry);
             container.books.contexts.changed(container, card, true);
-            true
-        })
+            None
+        });
+        // Not within the measurement: nobody who looks at a card need wait for the end of a context.
+        let Some(_hidden) = refused else { return true };
+        release();
+        card.memory.free(paid);
+        false
     }
 }
 
@@ -357,6 +395,7 @@ pub(crate) unsafe fn primary_end(
     let _held = container.books.contexts.hold(card);
     let known = container.books.contexts.primary(card).map_or(0, |place| place.load(Relaxed));
     let ending = launch::Ending::begin(known, card.index);
+    let _ending = container.books.contexts.ending();
     let _hidden = container.books.measuring.hidden_many(Some(card));
     container::fault_point();
     // SAFETY: the caller's own argument.
@@ -380,23 +419,45 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
         card.memory.free(entry.size);
         books.contexts.changed(container, card, false);
     }
+    // See `has_ended`.
+    fence(SeqCst);
     let of_context = |_: u64, entry: &Entry| entry.note == context && entry.kind != Kind::Pooled as u8;
-    books.pointers.drain(of_context, |address, entry| {
-        if let Some(card) = container.card_at(entry.card) {
-            linear::give_back(container, card, address, &entry);
-        }
-    });
-    books.objects.drain(of_context, |_, entry| {
-        let Some(card) = container.card_at(entry.card) else { return };
-        if entry.kind == Kind::SmallArray as u8 {
-            small_is_gone(container, card, entry.size, None);
-        } else if entry.kind == Kind::Images as u8 {
-            card.memory.free(Group::charged(&entry));
-        } else if entry.kind != Kind::Module as u8 {
-            card.memory.free(entry.size);
-        }
-    });
+    books
+        .pointers
+        .drain(of_context, |address, entry| linear::is_gone_with_context(container, address, &entry));
+    books.objects.drain(of_context, |_, entry| object_is_gone(container, &entry));
     books.pools.observe_all(container);
+}
+
+/// Whether a context has ended lately: what was entered before this is asked, and is not off the books then, stays in them.
+pub(super) fn has_ended(container: &Container, context: u64) -> bool {
+    let contexts = &container.books.contexts;
+    let is_among_last = contexts.last.iter().any(|last| last.load(Relaxed) == context);
+    is_among_last && container.books.objects.get(key_of(Kind::Context, context)).is_none()
+}
+
+/// An object is gone with its context.
+fn object_is_gone(container: &'static Container, entry: &Entry) {
+    let Some(card) = container.card_at(entry.card) else { return };
+    if entry.kind == Kind::SmallArray as u8 {
+        small_is_gone(container, card, entry.size, None);
+    } else if entry.kind == Kind::Images as u8 {
+        card.memory.free(Group::charged(entry));
+    } else if entry.kind != Kind::Module as u8 {
+        card.memory.free(entry.size);
+    }
+}
+
+/// The driver has just given an object's handle that will be entered under `key`: what stands there belongs to a context that
+/// is ending (see [`Here::any_ends`]).
+#[inline]
+pub(super) fn bury_object(now: Here, key: u64) {
+    if now.any_ends()
+        && !now.is_ended()
+        && let Some(stale) = now.container.books.objects.take(key)
+    {
+        object_is_gone(now.container, &stale);
+    }
 }
 
 /// Makes a context by any of the four forms of `cuCtxCreate`.
@@ -524,6 +585,7 @@ unsafe fn end(
     let entry = container.books.objects.get(key_of(Kind::Context, handle));
     let card = entry.and_then(|entry| container.card_at(entry.card));
     let _held = card.and_then(|card| container.books.contexts.hold(card));
+    let _ending = container.books.contexts.ending();
     let _hidden = container.books.measuring.hidden_many(card);
     container::fault_point();
     // SAFETY: the caller's own argument.

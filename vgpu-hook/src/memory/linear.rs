@@ -1,11 +1,13 @@
 //! `cuMemAlloc`, `cuMemAllocPitch`, `cuMemAllocManaged`, `cuMemFree`.
 
 use core::ffi::c_uint;
+use core::sync::atomic::Ordering::SeqCst;
+use core::sync::atomic::fence;
 
 use mullion_accounting::Entry;
 
 use super::blocks::{self, BLOCK, Entered, Served};
-use super::{Here, Kind, Pass, charge, counted, here};
+use super::{Here, Kind, Pass, charge, contexts, counted, here};
 use crate::container::{self, Card, Container};
 use crate::cuda::{CUdeviceptr, CUresult};
 use crate::driver;
@@ -46,6 +48,8 @@ pub(crate) unsafe fn alloc_managed(
 
 /// Row alignment that the driver uses for pitched memory on all cards so far, whatever the attribute says.
 const PITCH: u64 = 512;
+/// Sizes of an element that the driver knows.
+const ELEMENTS: [c_uint; 3] = [4, 8, 16];
 
 /// `cuMemAllocPitch`: charged with the pitch that the driver chose.
 ///
@@ -71,7 +75,15 @@ pub(crate) unsafe fn alloc_pitch(
         // SAFETY: the caller's own arguments; the two results go to places of ours.
         unsafe { real(place, &raw mut row, width, height, element) }
     };
-    let result = take(now, expected, &raw mut place, &mut ask);
+    let mut result = take(now, expected, &raw mut place, &mut ask);
+    if result == CUresult::OUT_OF_MEMORY && !ELEMENTS.contains(&element) {
+        // The driver says what is wrong before it looks for room.
+        result = ask(&raw mut place);
+        if result.is_ok() {
+            free_at_driver(place);
+            result = CUresult::OUT_OF_MEMORY;
+        }
+    }
     if !result.is_ok() {
         return result;
     }
@@ -161,8 +173,8 @@ fn take(
         now.card.memory.undo(claim);
     }
     if inserted.is_ok() {
-        if now.is_over() {
-            take_off(now, address);
+        if now.any_ends() {
+            put_right(now, address, size, kind);
         }
         return result;
     }
@@ -172,11 +184,42 @@ fn take(
     CUresult::OUT_OF_MEMORY
 }
 
-/// The context ended while the driver was asked, and what was made in it is gone.
+/// The driver has just given an address, which will be entered: what stands under it belongs to a context that is ending (see
+/// [`Here::any_ends`]).
+#[inline]
+pub(super) fn bury(now: Here, address: CUdeviceptr) {
+    if now.any_ends() {
+        bury_stale(now, address);
+    }
+}
+
 #[cold]
-fn take_off(now: Here, address: CUdeviceptr) {
-    if let Some(entry) = now.container.books.pointers.take(address) {
-        give_back(now.container, now.card, address, &entry);
+fn bury_stale(now: Here, address: CUdeviceptr) {
+    // Unless it is this thread's context: then the address is another one's by now.
+    if now.is_ended() {
+        return;
+    }
+    if let Some(stale) = now.container.books.pointers.take(address) {
+        is_gone_with_context(now.container, address, &stale);
+    }
+}
+
+/// The same after the address was entered. The context itself may have ended while the driver was asked, and what was made in
+/// it is gone: then another context's thread may have got the address since, and entered it.
+#[cold]
+fn put_right(now: Here, address: CUdeviceptr, size: u64, kind: Kind) {
+    let own = Entry { size, card: now.card.index, kind: kind as u8, note: now.context };
+    let is_over = now.is_ended();
+    if let Some(entry) = now.container.books.pointers.take_if(address, |found| (*found == own) == is_over) {
+        is_gone_with_context(now.container, address, &entry);
+    }
+}
+
+/// An address is gone with its context.
+#[cold]
+pub(super) fn is_gone_with_context(container: &Container, address: CUdeviceptr, entry: &Entry) {
+    if let Some(card) = container.card_at(entry.card) {
+        give_back(container, card, address, entry);
     }
 }
 
@@ -199,7 +242,8 @@ fn take_piece_of_known_block(
         CUresult::OUT_OF_MEMORY
     };
     let blocks = now.container.books.blocks.get(usize::from(now.card.index));
-    if !blocks.is_some_and(|blocks| blocks.may_have_room(bytes)) {
+    // For nothing the driver gives nothing, whatever room there is.
+    if bytes > 0 && !blocks.is_some_and(|blocks| blocks.may_have_room(bytes)) {
         return refuse();
     }
     let _hidden = now.container.books.measuring.hidden(now.card);
@@ -213,6 +257,11 @@ fn take_piece_of_known_block(
     match enter(now, address, bytes) {
         Entered::Another => {
             if now.container.books.pointers.insert(address, &entry).is_ok() {
+                // For what `is_over` relies on.
+                fence(SeqCst);
+                if now.any_ends() {
+                    put_right(now, address, bytes, Kind::Piece);
+                }
                 return result;
             }
             free_at_driver(address);
@@ -239,13 +288,12 @@ fn correct(now: Here, address: CUdeviceptr, expected: u64, actual: u64) -> bool 
         // Pieces differ within their block only.
         return blocks::served(expected) == blocks::served(actual) || correct_kind(now, address, actual);
     };
-    if after > before {
-        let Some(claim) = charge::try_ask(now.container, now.card, after - before) else { return false };
-        charge::settle(now.card, claim);
-    } else {
-        now.card.memory.free(before - after);
-    }
-    now.container.books.pointers.swap_size(address, after);
+    let more = after.saturating_sub(before);
+    let Some(claim) = charge::try_ask(now.container, now.card, more) else { return false };
+    charge::settle(now.card, claim);
+    // Where the entry went with its context meanwhile, it went as it was.
+    let is_there = now.container.books.pointers.swap_size(address, after).is_some();
+    now.card.memory.free(if is_there { before.saturating_sub(after) } else { more });
     true
 }
 
@@ -260,9 +308,13 @@ fn correct_kind(now: Here, address: CUdeviceptr, actual: u64) -> bool {
     let Some(claim) = charge::try_ask(now.container, now.card, size) else {
         return false;
     };
-    charge::settle(now.card, claim);
     let entry = Entry { size, card: now.card.index, kind: Kind::Blocks as u8, note: now.context };
-    now.container.books.pointers.insert(address, &entry).is_ok()
+    let inserted = now.container.books.pointers.insert(address, &entry);
+    charge::settle(now.card, claim);
+    if inserted.is_ok() && now.any_ends() {
+        put_right(now, address, size, Kind::Blocks);
+    }
+    inserted.is_ok()
 }
 
 /// Frees what was just allocated and cannot be kept.
@@ -339,7 +391,7 @@ pub(super) fn free_by(pointer: CUdeviceptr, when: When, real: impl FnOnce() -> C
     if result.is_ok() || is_gone(container, pointer, when, result) {
         card.memory.free(entry.size);
     } else {
-        let _ = container.books.pointers.insert(pointer, &entry);
+        put_back(container, pointer, &entry);
     }
     result
 }
@@ -366,9 +418,22 @@ fn free_part(
             container.books.pools.observe_all(container);
         }
     } else {
-        let _ = container.books.pointers.insert(pointer, entry);
+        put_back(container, pointer, entry);
     }
     result
+}
+
+/// The driver refused to free: the entry is back, unless its context has ended meanwhile and did not find it.
+#[cold]
+fn put_back(container: &Container, pointer: CUdeviceptr, entry: &Entry) {
+    let _ = container.books.pointers.insert(pointer, entry);
+    // As in `Here::is_over`.
+    fence(SeqCst);
+    if contexts::has_ended(container, entry.note)
+        && let Some(entry) = container.books.pointers.take_if(pointer, |found| found == entry)
+    {
+        is_gone_with_context(container, pointer, &entry);
+    }
 }
 
 /// Whether a free failed because another thread had freed the same address: without an entry in the table, since that was

@@ -125,14 +125,15 @@ impl Books {
 
     /// The driver did not end an object that was taken out of the table when `ended` contexts had ended: puts it back, unless
     /// it is gone all the same, with its context or by another thread, which did not find it in the table. Whether it is gone.
-    fn is_gone_all_the_same(&self, key: u64, entry: &Entry, ended: u64, why: CUresult) -> bool {
+    fn is_gone_all_the_same(&self, key: u64, entry: &Entry, ended: contexts::Ends, why: CUresult) -> bool {
         if why == CUresult::INVALID_HANDLE {
             return true;
         }
         let _ = self.objects.insert(key, entry);
         // As in `Here::is_over`.
         fence(SeqCst);
-        self.contexts.has_ended_since(ended, entry.note) && self.objects.take(key).is_some()
+        self.contexts.has_ended_since(ended, entry.note)
+            && self.objects.take_if(key, |found| found == entry).is_some()
     }
 }
 
@@ -143,17 +144,28 @@ struct Here {
     card: &'static Card,
     context: u64,
     /// Contexts of this process that had ended by then.
-    ended: u64,
+    ended: contexts::Ends,
 }
 
 impl Here {
+    /// Whether any context of this process has ended since, or is about to end.
+    ///
+    /// To be asked when the driver has given an address or a handle, and before the program gets it: only if so, something else
+    /// may stand under the same key, of a context that the driver has ended and that the books still have. That context was counted as
+    /// about to end before the driver was asked, and is so until nothing of it is in the books: either it is when this is
+    /// asked, or nothing is left.
+    #[inline]
+    fn any_ends(&self) -> bool {
+        self.container.books.contexts.any_since(self.ended)
+    }
+
     /// Whether the context has ended since: what a thread made in it meanwhile went with it.
     ///
     /// Whoever ends a context counts it and then looks for what is in it; this thread enters something and then looks at
     /// the count, with a sequentially consistent step in between on both sides: one of them sees the other.
     #[inline]
     fn is_over(&self) -> bool {
-        self.container.books.contexts.ended() != self.ended && self.is_ended()
+        self.any_ends() && self.is_ended()
     }
 
     #[cold]

@@ -16,7 +16,7 @@ use core::sync::atomic::fence;
 use mullion_accounting::Entry;
 
 use super::blocks::{BLOCK, round_up};
-use super::contexts::any_context;
+use super::contexts::{Ends, any_context, bury_object};
 use super::looks::From;
 use super::taken::{Taken, Trust};
 use super::{Kind, Pass, charge, counted, here, key_of};
@@ -102,7 +102,7 @@ fn change(
 
 /// Another image is gone: changes its group, and hands on what is left behind by the last one of that. What all groups of the
 /// card are charged less.
-fn leave(container: &Container, card: &Card, group: (u64, u64), ended: u64, given_back: u64) -> u64 {
+fn leave(container: &Container, card: &Card, group: (u64, u64), ended: Ends, given_back: u64) -> u64 {
     let (before, after) = change(container, card, group, |group| group.without(given_back));
     let gone = before.bytes - after.bytes;
     if after.count > 0 || after.bytes == 0 {
@@ -183,8 +183,9 @@ unsafe fn load(
         let group = group_of(kind, now.context, now.card);
         change(now.container, now.card, group, |group| group.with(taken));
         let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note: group.1 };
-        let objects = &now.container.books.objects;
-        let _ = objects.insert(key_of(kind, loaded.addr() as u64), &entry);
+        let key = key_of(kind, loaded.addr() as u64);
+        bury_object(now, key);
+        let _ = now.container.books.objects.insert(key, &entry);
         fence(SeqCst);
         // The context ended while the driver was asked: it took the image along.
         if kind == Kind::Module && now.is_over() {

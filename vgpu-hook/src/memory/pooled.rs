@@ -255,6 +255,7 @@ unsafe fn counted_alloc(
         following.settled(after);
     }
     let entry = Entry { size: wanted, card: card.index, kind: Kind::Pooled as u8, note: index };
+    linear::bury(now, place);
     if container.books.pointers.insert(place, &entry).is_err() {
         return take_back(&following, place, stream, per_thread);
     }
