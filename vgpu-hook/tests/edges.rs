@@ -355,3 +355,40 @@ fn an_array_that_there_cannot_be_is_not_a_want_of_memory() {
     session.agree("nothing came of it");
     session.end();
 }
+
+/// With no byte left, what the driver refuses anyway is refused as by the driver.
+#[test]
+#[ignore = "needs the built library"]
+fn a_wrong_argument_is_one_at_a_full_limit_too() {
+    const INVALID_VALUE: u64 = 1;
+    let place = Place::new().limited(64 * MIB);
+    let mut session = place.ready();
+    for full in [false, true] {
+        for step in ["alloc a 0", "managed a 0", "pitch a 1000 10 3", "pitch a 1000 10000 3"] {
+            assert_eq!(session.ask(step)[0], INVALID_VALUE, "{step}, full: {full}");
+        }
+        if !full {
+            session.done(&format!("alloc all {}", 64 * MIB));
+        }
+    }
+    session.refused("alloc b 1");
+    session.refused("pitch b 1000 10000 4");
+    assert_eq!(session.agree("all of it"), 64 * MIB);
+}
+
+/// The most that was held is told, and not what was asked for besides or what a crash has left in the sum.
+#[test]
+#[ignore = "needs the built library"]
+fn the_peak_is_of_what_was_held() {
+    let place = Place::new().limited(256 * MIB);
+    let mut session = place.ready();
+    session.done(&format!("alloc a {}", 40 * MIB));
+    // As after a process that was killed between its claim and the driver's answer.
+    let total = mullion_region::extension::card_offset(0).unwrap() + mullion_region::extension::TOTAL_AT;
+    sessions::write_at(&place.usage(), &(140 * MIB).to_le_bytes(), total);
+    session.done(&format!("alloc b {}", 60 * MIB));
+    assert_eq!(place.hot().cards[0].peak, 100 * MIB);
+    session.refused(&format!("alloc c {}", 200 * MIB));
+    session.done(&format!("alloc d {}", 2 * MIB));
+    assert_eq!(place.hot().cards[0].peak, 102 * MIB);
+}

@@ -88,6 +88,13 @@ fn note_failure(card: &Card, why: CUresult) {
 pub(super) fn note_peak(card: &Card) {
     let total = card.memory.total();
     if total > card.words.peak.load(Relaxed) {
-        card.words.peak.fetch_max(total, Relaxed);
+        note_higher_peak(card, total);
     }
+}
+
+/// T has in it what is asked for and will be refused, and what a crash left: what is held is less.
+#[cold]
+#[inline(never)]
+fn note_higher_peak(card: &Card, total: u64) {
+    card.words.peak.fetch_max(total.min(card.memory.settled()), Relaxed);
 }

@@ -46,6 +46,7 @@ pub(crate) unsafe fn green_create(
     let result =
         unsafe { green_create_beside_primary(real, context, resources, (container, card, device), flags) };
     if retained.is_some() {
+        let _ending = container.books.contexts.ending();
         release_at_driver(device);
         primary_left(container, card, device);
     }
@@ -70,24 +71,28 @@ unsafe fn green_create_beside_primary(
         measurement.abandon();
         return result;
     }
-    measurement.end(|_, taken| {
+    let refused = measurement.end(|_, taken| {
         let taken = taken.map_or(0, |taken| taken.more(MOST));
         let handle = made.addr() as u64;
         let entry = Entry { size: taken, card: card.index, kind: Kind::GreenContext as u8, note: handle };
         let Some(claim) = charge::ask(container, card, taken) else {
-            let destroy = driver::function!(cuGreenCtxDestroy: unsafe extern "C" fn(CUgreenCtx) -> CUresult);
-            if let Some(destroy) = destroy {
-                // SAFETY: a context that nobody knows of.
-                let _ = unsafe { destroy(made) };
-            }
-            return CUresult::OUT_OF_MEMORY;
+            return Some(container.books.measuring.hidden_many(Some(card)));
         };
         charge::settle(card, claim);
         let _ = container.books.objects.insert(key_of(Kind::GreenContext, handle), &entry);
-        // SAFETY: not null, so the caller's place for a result.
-        unsafe { context.write(made) };
-        result
-    })
+        None
+    });
+    if let Some(_hidden) = refused {
+        let destroy = driver::function!(cuGreenCtxDestroy: unsafe extern "C" fn(CUgreenCtx) -> CUresult);
+        if let Some(destroy) = destroy {
+            // SAFETY: a context that nobody knows of.
+            let _ = unsafe { destroy(made) };
+        }
+        return CUresult::OUT_OF_MEMORY;
+    }
+    // SAFETY: not null, so the caller's place for a result.
+    unsafe { context.write(made) };
+    result
 }
 
 /// The context by which a green one is launched into, 0 = not known.
@@ -118,6 +123,8 @@ pub(crate) unsafe fn green_destroy(
     let ending = launch::Ending::begin(context_of(context), entry.map_or(0, |entry| entry.card));
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
     let card = entry.and_then(|entry| container.card_at(entry.card));
+    // It may have been the last to hold the primary context.
+    let _ending = container.books.contexts.ending();
     let _hidden = container.books.measuring.hidden_many(card);
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
@@ -125,7 +132,8 @@ pub(crate) unsafe fn green_destroy(
     if let Some(entry) = entry
         && let Some(card) = container.card_at(entry.card)
     {
-        if !result.is_ok() {
+        // Unknown to the driver: another thread has destroyed it, which did not find it in the table.
+        if !result.is_ok() && result != CUresult::INVALID_HANDLE {
             let _ = container.books.objects.insert(key, &entry);
             return result;
         }

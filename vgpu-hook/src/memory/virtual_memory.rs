@@ -130,12 +130,30 @@ impl Allocations {
         if is_any { mark } else { 0 }
     }
 
-    /// The driver refused to take marked mappings away.
-    fn unmark_mappings(&self, range: &Range<u64>, mark: u64) {
+    /// The driver refused to take marked mappings away: those that are there all the same are so in the books.
+    fn unmark_mappings(&self, range: &Range<u64>, mark: u64, mut gone: impl FnMut(Entry)) {
         let _held = self.lock.lock();
         self.take_mappings(range, mark, |address, mapping| {
-            let _ = self.mappings.insert(address, &mapping);
+            if self.is_mapped(address, &mapping) {
+                let _ = self.mappings.insert(address, &mapping);
+            } else {
+                let last = self.change(mapping.note, |counts| counts.saturating_sub(MAPPING));
+                last.into_iter().for_each(&mut gone);
+            }
         });
+    }
+
+    /// Whether the driver still has a mapping that stands under a mark alone: else another thread has taken it away, and may have
+    /// mapped something else there. The lock is held.
+    #[cold]
+    fn is_mapped(&self, address: u64, mapping: &Entry) -> bool {
+        if self.mappings.get(address).is_some() {
+            return false;
+        }
+        let Some(handle) = retain_at_driver(address) else { return false };
+        release_at_driver(handle);
+        // A handle that nobody holds is in no table.
+        self.handles.get(handle).is_none_or(|known| known.note == mapping.note)
     }
 
     /// The driver took marked mappings away.
@@ -255,12 +273,24 @@ pub(crate) unsafe fn create(
     result
 }
 
+/// A reference to what is mapped at an address.
+#[cold]
+fn retain_at_driver(address: CUdeviceptr) -> Option<CUmemGenericAllocationHandle> {
+    let retain = driver::function!(
+        cuMemRetainAllocationHandle: unsafe extern "C" fn(*mut CUmemGenericAllocationHandle, *mut c_void) -> CUresult
+    )?;
+    let mut handle = 0;
+    let address = core::ptr::without_provenance_mut(usize::try_from(address).ok()?);
+    // SAFETY: the driver writes one handle; it says no to an address at which nothing is mapped.
+    unsafe { retain(&raw mut handle, address) }.is_ok().then_some(handle)
+}
+
 #[cold]
 fn release_at_driver(handle: CUmemGenericAllocationHandle) {
     let release =
         driver::function!(cuMemRelease: unsafe extern "C" fn(CUmemGenericAllocationHandle) -> CUresult);
     if let Some(release) = release {
-        // SAFETY: a handle that nobody knows of.
+        // SAFETY: a reference that nobody knows of.
         let _ = unsafe { release(handle) };
     }
 }
@@ -373,7 +403,7 @@ pub(crate) unsafe fn unmap(
     if result.is_ok() {
         allocations.drop_mappings(&range, mark, |gone| free(container, Some(gone)));
     } else {
-        allocations.unmark_mappings(&range, mark);
+        allocations.unmark_mappings(&range, mark, |gone| free(container, Some(gone)));
     }
     result
 }

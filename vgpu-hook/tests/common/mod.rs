@@ -83,6 +83,11 @@ pub fn program(name: &str) -> PathBuf {
 
 /// Runs a program to its end, which must come within 20 seconds.
 pub fn run(command: &mut Command) -> Ran {
+    run_within(command, 20)
+}
+
+/// Runs a program to its end, which must come within so many seconds.
+pub fn run_within(command: &mut Command, seconds: u64) -> Ran {
     let program = format!("{command:?}");
     let mut child = command
         .stdin(std::process::Stdio::null())
@@ -93,7 +98,7 @@ pub fn run(command: &mut Command) -> Ran {
     let id = child.id();
     let (done, watch) = std::sync::mpsc::channel();
     let watchdog = std::thread::spawn(move || {
-        if watch.recv_timeout(std::time::Duration::from_secs(20)).is_err() {
+        if watch.recv_timeout(std::time::Duration::from_secs(seconds)).is_err() {
             let _ = Command::new("kill").args(["-KILL", &id.to_string()]).status();
         }
     });

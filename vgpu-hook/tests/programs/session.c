@@ -200,7 +200,7 @@ static void step(char *line, FILE *in) {
   else if (IS("free")) printf("%d\n", cuMemFree_v2(get(a)));
   else if (IS("free-elsewhere")) { pthread_t t; void *r; pthread_create(&t, 0, freeing, a); pthread_join(t, &r); printf("%d\n", (int)(uintptr_t)r); }
   else if (IS("pitch")) {
-    size_t pitch = UNTOUCHED; res r = cuMemAllocPitch_v2(&place, &pitch, n, m, 4);
+    size_t pitch = UNTOUCHED; res r = cuMemAllocPitch_v2(&place, &pitch, n, m, d[0] ? atoi(d) : 4);
     if (r && pitch != UNTOUCHED) place = 0;
     answer(a, r, place);
   }

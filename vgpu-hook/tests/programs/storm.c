@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef unsigned long long ptr;
 typedef int res;
@@ -46,6 +47,10 @@ res cuCtxCreate_v2(void **, unsigned, int);
 res cuCtxDestroy_v2(void *);
 res cuCtxPopCurrent_v2(void **);
 res cuCtxSetLimit(unsigned, size_t);
+res cuDeviceGetDevResource(int, void *, unsigned);
+res cuDevResourceGenerateDesc(void **, void *, unsigned);
+res cuGreenCtxCreate(void **, void *, int, unsigned);
+res cuGreenCtxDestroy(void *);
 ptr fake_cuda_given(int);
 ptr fake_cuda_peak(int);
 
@@ -432,6 +437,64 @@ static void *mapping(void *number) {
   return 0;
 }
 
+// One fills contexts and ends them; the other one gets their addresses in a context of its own, as soon as they are free.
+static void *ending(void *number) {
+  static ptr held[2000];
+  static atomic_int is_over;
+  int me = (intptr_t)number;
+  void *made_here;
+  ptr own[8];
+  for (unsigned round = 0; round < rounds; round++) {
+    if (me && cuCtxSetCurrent(context)) wrong++;
+    together();
+    if (!me) {
+      if (cuCtxCreate_v2(&made_here, 0, 0)) wrong++;
+      // Freed in the order in which they came: the first are free again when the last are still in the books.
+      for (unsigned i = 0; i < sizeof held / sizeof *held; i++)
+        if (cuMemAlloc_v2(&held[i], i % 2 ? 3000 : 4 << 20)) wrong++;
+      if (cuCtxDestroy_v2(made_here)) wrong++;
+      is_over = 1;
+    }
+    while (me && !is_over) {
+      for (int i = 0; i < 8; i++)
+        if (cuMemAlloc_v2(&own[i], i % 2 ? 200000 : 4 << 20)) wrong++;
+      for (int i = 0; i < 8; i++)
+        if (cuMemFree_v2(own[i])) wrong++;
+    }
+    together();
+    if (!me) is_over = 0;
+    if (me) compare();
+    together();
+  }
+  return 0;
+}
+
+// Both take the same away; the first one, which comes first to the books, waits before the driver does it.
+static void *doubling(void *number) {
+  static ptr range;
+  static void *green, *description;
+  static unsigned char resource[144];
+  int me = (intptr_t)number, is_green = seed == 2;
+  ptr handle;
+  struct allocation p = { .kind = 1, .handles = 1, .location = { 1, 0 } };
+  if (cuCtxSetCurrent(context)) wrong++;
+  if (!me && is_green && (cuDeviceGetDevResource(0, resource, 1) || cuDevResourceGenerateDesc(&description, resource, 1)
+      || cuGreenCtxCreate(&green, description, 0, 0))) wrong++;
+  if (!me && !is_green && (cuMemAddressReserve(&range, 8 << 20, 0, 0, 0) || cuMemCreate(&handle, 4 << 20, &p, 0)
+      || cuMemMap(range, 4 << 20, 0, handle, 0) || cuMemMap(range + (4 << 20), 4 << 20, 0, handle, 0) || cuMemRelease(handle))) wrong++;
+  if (!me) compare();
+  together();
+  if (me) usleep(100000);
+  // The other mapping stays.
+  res result = is_green ? cuGreenCtxDestroy(green) : cuMemUnmap(range, me ? 4 << 20 : 8 << 20);
+  if ((result == 0) != me) wrong++;
+  together();
+  if (!me) compare();
+  if (!me && !is_green && cuMemUnmap(range + (4 << 20), 4 << 20)) wrong++;
+  if (!me) compare();
+  return 0;
+}
+
 int main(int argc, char **argv) {
   if (argc < 4) return 2;
   seed = atoi(argv[2]);
@@ -448,6 +511,8 @@ int main(int argc, char **argv) {
   if (!strcmp(argv[1], "overlaps")) { work = overlapping; threads = 2; }
   if (!strcmp(argv[1], "maps")) { work = mapping; threads = 2; }
   if (!strcmp(argv[1], "waiting")) { work = waiting; threads = 2; }
+  if (!strcmp(argv[1], "ended")) { work = ending; threads = 2; }
+  if (!strcmp(argv[1], "doubled")) { work = doubling; threads = 2; }
   tell("begin");
   pthread_t t[MOST_THREADS];
   pthread_barrier_init(&barrier, 0, work == freeing ? 2 : threads);
