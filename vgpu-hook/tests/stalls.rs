@@ -179,3 +179,14 @@ fn what_another_thread_has_ended_is_charged_no_longer() {
         }
     }
 }
+
+/// An allocation in a stream's order waits for room in its queue, with its pool in its hand.
+#[test]
+#[ignore = "needs the built library"]
+fn arrays_beside_a_full_queue_are_charged_what_they_take() {
+    let mut place = Place::new().limited(512 * MIB);
+    place.set("FAKE_CUDA_SLOW", "cuMemAllocAsync:2:5000000");
+    let told = told(&place, &["queue"]);
+    assert_eq!(told["left"], told["given-in-the-end"]);
+    assert!(told["longest"] < 1_000, "{} ms", told["longest"]);
+}

@@ -11,6 +11,7 @@ use core::sync::atomic::{AtomicBool, AtomicU64};
 use mullion_accounting::Claim;
 
 use super::charge;
+use super::looks::Followed;
 use crate::container::{Card, Container, Held, Lock};
 use crate::cuda::{CUdevice, CUenum, CUresult};
 use crate::driver;
@@ -78,6 +79,16 @@ impl Pool {
         }
         self.missed.store(true, Relaxed);
         false
+    }
+
+    /// The same; how much more it holds than is charged if it was held.
+    pub(super) fn look_at(&self, container: &Container, card: &Card) -> Followed {
+        if self.observe(container, card) {
+            return Followed::ALL;
+        }
+        let uncharged = reserved(container, card)
+            .map(|reserved| reserved.cast_signed() - self.charged.load(Relaxed).cast_signed());
+        Followed { is_all: false, uncharged }
     }
 
     /// Lets the pool give back what it does not use; whether that was anything. One that is held is left alone.

@@ -15,6 +15,7 @@ use super::charge;
 use super::counted;
 use super::graph_nodes::Wanted;
 use super::graph_pool::{Launch, Pool, SEVERAL};
+use super::looks::Followed;
 use crate::container::{self, Card, Container};
 use crate::cuda::{
     CUdevice, CUgraph, CUgraphExec, CUgraphNode, CUgraphNodeParams, CUresult, CUstream, CUuint64,
@@ -85,14 +86,14 @@ impl Graphs {
 
     /// Takes stock of all pools but those that launches hold, which look themselves; whether there were none.
     pub(super) fn try_observe_all(&self, container: &Container) -> bool {
-        let observe = |card| self.try_observe_on(container, card);
+        let observe = |card: &Card| self.pool(card).is_none_or(|pool| pool.observe(container, card));
         !self.any.load(Relaxed) || container.cards().map(observe).fold(true, |all, was_free| all & was_free)
     }
 
-    /// The same of the pool on one card.
-    pub(super) fn try_observe_on(&self, container: &Container, card: &Card) -> bool {
+    /// The same of the pool on one card; how much more it holds than is charged if it was held.
+    pub(super) fn look_at(&self, container: &Container, card: &Card) -> Followed {
         let pool = self.pool(card).filter(|_| self.any.load(Relaxed));
-        pool.is_none_or(|pool| pool.observe(container, card))
+        pool.map_or(Followed::ALL, |pool| pool.look_at(container, card))
     }
 
     /// After a call with which a launch may have ended.

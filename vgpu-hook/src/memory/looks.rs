@@ -24,6 +24,27 @@ pub(super) enum From {
     Nowhere,
 }
 
+/// Pools that were looked after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Followed {
+    /// Whether all are charged what they hold: nobody was at the driver with one.
+    pub(super) is_all: bool,
+    /// How much more the others hold; `None` where that cannot be read.
+    pub(super) uncharged: Option<i64>,
+}
+
+impl Followed {
+    pub(super) const ALL: Self = Self { is_all: true, uncharged: Some(0) };
+
+    pub(super) fn with(self, other: Self) -> Self {
+        let uncharged = self.uncharged.zip(other.uncharged);
+        Self {
+            is_all: self.is_all && other.is_all,
+            uncharged: uncharged.map(|(one, other)| one.saturating_add(other)),
+        }
+    }
+}
+
 /// Bytes of the card that nobody uses.
 pub(super) fn free_bytes(nvml: &Nvml, card: &Card, from: From) -> Option<u64> {
     match from {

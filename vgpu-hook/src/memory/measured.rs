@@ -260,23 +260,28 @@ impl Measuring {
     fn look_once(&self, container: &Container, card: &Card, from: From, alone: bool, mine: u64) -> Uncounted {
         // Who holds a pool is at the driver with it, perhaps for long.
         let follow = || {
-            let pools = container.books.pools.try_observe_on(container, card);
-            container.books.graphs.try_observe_on(container, card) && pools
+            let pools = container.books.pools.look_at(container, card);
+            pools.with(container.books.graphs.look_at(container, card))
         };
         let followed = follow();
         let before = self.standing(card);
         let free = looks::free_bytes(&self.nvml, card, from);
         let own = if alone { self.own_bytes(container, card) } else { None };
-        let is_followed = follow() && followed;
+        // Of one that is held: what it took or gave back by now, and what it does meanwhile, is in the driver's word for it.
+        let uncharged = followed.uncharged.filter(|_| followed == follow());
         let after = self.standing(card);
-        let own_standing = Some(after.own()).filter(|own| is_followed && *own == before.own());
-        let is_own_quiet = own_standing.is_some_and(|own| !own.is_busy(mine));
+        let own_standing = Some(after.own()).filter(|own| uncharged.is_some() && *own == before.own());
+        let is_own_quiet = followed.is_all && own_standing.is_some_and(|own| !own.is_busy(mine));
         // What other processes of the container do shows in the card's figures only.
         let all = own_standing.map(|_| after).filter(|all| *all == before);
         let is_quiet = is_own_quiet && all.is_some_and(|all| all.asked == 0);
         // What was asked for and not got yet, as far as it cannot be waited for, is in the books and not on the card.
-        let on_card = free.map(|free| -signed(free) - signed(after.total.saturating_sub(after.asked)));
-        let own = own.filter(|_| own_standing.is_some()).map(|own| signed(own) - signed(after.settled));
+        let on_card = free.map(|free| {
+            -signed(free) - signed(after.total.saturating_sub(after.asked)) - uncharged.unwrap_or(0)
+        });
+        let own = own
+            .filter(|_| own_standing.is_some())
+            .map(|own| signed(own) - signed(after.settled) - uncharged.unwrap_or(0));
         let by = if from == From::Nowhere { [None, on_card, own] } else { [on_card, None, own] };
         Uncounted { by, is_quiet, is_own_quiet, own: own_standing, all }
     }

@@ -223,7 +223,9 @@ unsafe fn counted_alloc(
     let before = following.charged();
     let mut place = 0;
     container::fault_point();
+    let opened = following.opens();
     let result = ask(&raw mut place);
+    drop(opened);
     container::fault_point();
     let after = following.reserved();
     if !result.is_ok() {

@@ -5,7 +5,7 @@
 //! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`), which is read after each call that may change it.
 
 use core::ptr::null_mut;
-use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 
 use mullion_accounting::Entry;
@@ -13,6 +13,7 @@ use mullion_accounting::Entry;
 use super::arena::{Arena, Entries};
 use super::blocks::{BLOCK, round_up};
 use super::charge;
+use super::looks::Followed;
 use super::measured::Measuring;
 use crate::container::{Card, Container, Held, Lock};
 use crate::cuda::{CUmemoryPool, CUresult};
@@ -38,6 +39,9 @@ const LIVE: u32 = 1;
 /// The program destroyed it while allocations were left: it ends with the last of them.
 const ORPHAN: u32 = 2;
 
+/// Of a record's readers: there may be some.
+const OPEN: u32 = 1 << 31;
+
 /// One pool.
 #[repr(C, align(64))]
 #[derive(Debug)]
@@ -49,6 +53,8 @@ pub(super) struct Record {
     charged: AtomicU64,
     /// Allocations from it.
     live: AtomicU64,
+    /// [`OPEN`] while the holder is at the driver for an allocation, and how many others read meanwhile what the pool holds.
+    readers: AtomicU32,
     /// Somebody came in vain to look: the holder looks once more.
     missed: AtomicBool,
 }
@@ -165,8 +171,40 @@ impl<'r> Following<'r> {
         self.look().0 < reserved
     }
 
+    /// Until what comes of it goes, the pool is not destroyed, nothing of it is charged, and others may read what it holds.
+    pub(super) fn opens(&self) -> Opened<'_> {
+        self.record.readers.store(OPEN, SeqCst);
+        Opened(self.record)
+    }
+
     pub(super) fn entered(&self) {
         self.record.live.fetch_add(1, Relaxed);
+    }
+}
+
+/// A pool whose holder is at the driver.
+#[derive(Debug)]
+pub(super) struct Opened<'r>(&'r Record);
+
+impl Drop for Opened<'_> {
+    fn drop(&mut self) {
+        let mut readers = self.0.readers.fetch_and(!OPEN, SeqCst) & !OPEN;
+        while readers != 0 {
+            sys::sleep_ns(10_000);
+            readers = self.0.readers.load(SeqCst);
+        }
+    }
+}
+
+impl Record {
+    /// By how much a pool holds more than is charged, whose holder is at the driver for an allocation.
+    fn uncharged(&self) -> Option<i64> {
+        let enters = |readers| (readers & OPEN != 0).then_some(readers + 1);
+        self.readers.fetch_update(SeqCst, SeqCst, enters).ok()?;
+        let reserved = attribute(self.handle.load(Relaxed), RESERVED);
+        let charged = self.charged.load(Relaxed);
+        self.readers.fetch_sub(1, SeqCst);
+        Some(reserved?.cast_signed() - charged.cast_signed())
     }
 }
 
@@ -237,6 +275,7 @@ impl Pools {
         record.charged.store(0, Relaxed);
         record.live.store(0, Relaxed);
         record.missed.store(false, Relaxed);
+        record.readers.store(0, Relaxed);
         record.state.store(LIVE, Release);
         self.by_handle.insert(pool, &Entry { note: index as u64, ..Entry::default() }).is_ok()
     }
@@ -262,25 +301,29 @@ impl Pools {
 
     /// Reads what all pools hold: after a call that may have made any of them give memory back.
     pub(super) fn observe_all(&self, container: &Container) {
-        self.try_observe_all(container);
+        let is_worth_it =
+            |record: &&Record| record.charged.load(Relaxed) != 0 || record.state.load(Relaxed) == ORPHAN;
+        for record in self.records().iter().filter(is_worth_it) {
+            Self::observe_one(container, record);
+        }
     }
 
-    /// The same; whether no pool was held.
-    pub(super) fn try_observe_all(&self, container: &Container) -> bool {
-        self.try_observe_each(container, |_| true)
-    }
-
-    /// The same of the pools on one card.
-    pub(super) fn try_observe_on(&self, container: &Container, card: &Card) -> bool {
-        self.try_observe_each(container, |record| record.card.load(Relaxed) == u32::from(card.index))
-    }
-
-    fn try_observe_each(&self, container: &Container, is_wanted: impl Fn(&Record) -> bool) -> bool {
+    /// Reads what the pools on one card hold; also how much more those hold than is charged that were held.
+    pub(super) fn look_at(&self, container: &Container, card: &Card) -> Followed {
         let is_worth_it = |record: &&Record| {
-            is_wanted(record) && (record.charged.load(Relaxed) != 0 || record.state.load(Relaxed) == ORPHAN)
+            record.card.load(Relaxed) == u32::from(card.index)
+                && (record.readers.load(Relaxed) != 0
+                    || record.charged.load(Relaxed) != 0
+                    || record.state.load(Relaxed) == ORPHAN)
         };
-        let observe = |record| Self::observe_one(container, record);
-        self.records().iter().filter(is_worth_it).map(observe).fold(true, |all, was_free| all & was_free)
+        let look = |record: &Record| {
+            if Self::observe_one(container, record) {
+                Followed::ALL
+            } else {
+                Followed { is_all: false, uncharged: record.uncharged() }
+            }
+        };
+        self.records().iter().filter(is_worth_it).map(look).fold(Followed::ALL, Followed::with)
     }
 
     fn observe_one(container: &Container, record: &Record) -> bool {

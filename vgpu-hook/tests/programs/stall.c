@@ -1,6 +1,6 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused`,
-// `stall gone WHAT BY`. Compiled with -DLIBRARY it is a library whose constructor
+// `stall gone WHAT BY`, `stall queue`. Compiled with -DLIBRARY it is a library whose constructor
 // makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -215,6 +215,20 @@ static void arrays_beside_an_end(void) {
   printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
 }
 
+// Arrays are made while an allocation in a stream's order waits for room in its queue.
+static void arrays_beside_a_queue(void) {
+  static void *array[ARRAYS];
+  pthread_t first;
+  ptr address;
+  must(cuMemAllocAsync(&address, 1 << 20, 0));
+  pthread_create(&first, 0, allocate_in_order, 0);
+  until("cuMemAllocAsync", 2);
+  for (int i = 0; i < ARRAYS; i++) TIMED(cuArray3DCreate_v2(&array[i], &small));
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+  pthread_join(first, 0);
+  printf("left %zu\ngiven-in-the-end %llu\n", charged(), fake_cuda_given(0));
+}
+
 static int is_module;
 static void *ending_late(void *thing) {
   must(cuCtxSetCurrent(context));
@@ -298,6 +312,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "ends")) array_when_a_free_ends(atoi(argv[2]), atoi(argv[3]));
   else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
+  else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
   else if (!strcmp(argv[1], "refused")) array_beside_a_refused_image();
   else if (!strcmp(argv[1], "load")) {
     pthread_create(&first, 0, load, 0);
