@@ -392,3 +392,29 @@ fn the_peak_is_of_what_was_held() {
     session.done(&format!("alloc d {}", 2 * MIB));
     assert_eq!(place.hot().cards[0].peak, 102 * MIB);
 }
+
+/// The driver says of neither how much it took: what only this process can have taken counts whole.
+#[test]
+#[ignore = "needs the built library"]
+fn a_stack_or_an_image_is_charged_however_large_it_is() {
+    for (lists, is_own) in [("own", true), ("none", false)] {
+        let mut place = Place::new().contexts_of(64).limited(8192 * MIB);
+        place.set("FAKE_NVML_PROCESSES", lists);
+        let mut session = place.ready();
+        for stack in ["8192", "16384", "4096", "1024"] {
+            session.done(&format!("stack {stack}"));
+            session.agree(&format!("a stack of {stack}, NVML lists {lists}"));
+        }
+        session.refused("stack 65536");
+        assert_eq!(session.agree("a stack that is larger than the limit"), 64 * MIB);
+        if is_own {
+            session.done("module large 6442450944");
+            assert_eq!(session.agree("a large image"), (64 + 6144) * MIB);
+            session.refused("module another 6442450944");
+            session.agree("one more");
+            session.done("unload large");
+            assert_eq!(session.agree("its end"), 64 * MIB);
+        }
+        session.end();
+    }
+}

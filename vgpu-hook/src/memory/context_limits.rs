@@ -1,31 +1,54 @@
 //! What a context takes and gives back when a limit of it is set.
 
-use core::ffi::c_uint;
+use core::cmp::Ordering;
+use core::ffi::{c_int, c_uint};
 
 use super::blocks::{BLOCK, round_up};
 use super::contexts::MOST;
 use super::looks::From;
 use super::{Kind, charge, here, key_of};
-use crate::cuda::CUresult;
+use crate::container::{Card, Container};
+use crate::cuda::{CUdevice, CUresult};
 use crate::driver;
 
-/// `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`: sizes in bytes. The limit before them, the stack's, is
-/// one per thread.
-const IN_BYTES: core::ops::RangeInclusive<c_uint> = 1..=2;
+/// `CU_LIMIT_STACK_SIZE`: of each thread.
+const STACK: c_uint = 0;
+/// `CU_LIMIT_PRINTF_FIFO_SIZE` and `CU_LIMIT_MALLOC_HEAP_SIZE`: sizes in bytes.
+const IN_BYTES_FIRST: c_uint = 1;
+const IN_BYTES_LAST: c_uint = 2;
 /// `CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT`: those behind it steer caches and take nothing.
 const LAST_OF_MEMORY: c_uint = 4;
 
-/// How much more and how much less a context can take when `limit` goes from `former` to `value`. What others on the
-/// card do meanwhile must not be taken for this context's.
-fn believable(limit: c_uint, former: Option<usize>, value: usize) -> (u64, u64) {
-    let Some(former) = former else { return (MOST, 0) };
-    let step = value.abs_diff(former) as u64;
-    let most = if IN_BYTES.contains(&limit) { round_up(step, BLOCK) } else { MOST };
-    match value.cmp(&former) {
-        core::cmp::Ordering::Greater => (most, 0),
-        core::cmp::Ordering::Less => (0, most),
-        core::cmp::Ordering::Equal => (0, 0),
+/// How much more and how much less a context can take when `limit` goes from `former` to `value` on a card that runs
+/// `threads` at once. What others on the card do meanwhile must not be taken for this context's.
+fn believable(limit: c_uint, former: Option<usize>, value: usize, threads: Option<u64>) -> (u64, u64) {
+    let step = value.abs_diff(former.unwrap_or(0)) as u64;
+    let most = match limit {
+        STACK => threads.map_or(MOST, |threads| round_up(step.saturating_mul(threads), BLOCK)),
+        IN_BYTES_FIRST..=IN_BYTES_LAST if former.is_some() => round_up(step, BLOCK),
+        _ => MOST,
+    };
+    match former.map(|former| value.cmp(&former)) {
+        Some(Ordering::Greater) | None => (most, 0),
+        Some(Ordering::Less) => (0, most),
+        Some(Ordering::Equal) => (0, 0),
     }
+}
+
+/// Threads that a card has a stack for.
+fn threads_of(container: &Container, card: &Card) -> Option<u64> {
+    const PROCESSORS: c_uint = 16;
+    const THREADS_EACH: c_uint = 39;
+    let ask = driver::function!(
+        cuDeviceGetAttribute: unsafe extern "C" fn(*mut c_int, c_uint, CUdevice) -> CUresult
+    )?;
+    let device = container.device(card)?;
+    let attribute = |which| {
+        let mut value = 0;
+        // SAFETY: a device of this process; the driver writes one number.
+        unsafe { ask(&raw mut value, which, device) }.is_ok().then(|| u64::try_from(value).ok()).flatten()
+    };
+    Some(attribute(PROCESSORS)? * attribute(THREADS_EACH)?)
 }
 
 /// `cuCtxSetLimit`: a larger stack, heap or buffer takes memory at once.
@@ -53,10 +76,12 @@ pub(crate) unsafe fn context_set_limit(
         measurement.abandon();
         return result;
     }
-    let (most_more, most_less) = believable(limit, former, value);
+    let threads = if limit == STACK { threads_of(now.container, now.card) } else { None };
+    let (most_more, most_less) = believable(limit, former, value, threads);
     let refused = measurement.end(|_, taken| {
         let taken = taken?;
-        let (more, less) = (taken.more(most_more), taken.less(most_less));
+        let most = |most| if most == 0 { 0 } else { taken.believed(most, now.card.is_shared()) };
+        let (more, less) = (taken.more(most(most_more)), taken.less(most(most_less)));
         let objects = &now.container.books.objects;
         let key = key_of(Kind::Context, now.context);
         let entry = objects.get(key)?;
@@ -91,15 +116,19 @@ mod tests {
 
     #[test]
     fn a_limit_takes_and_gives_only_what_its_change_can() {
+        let threads = 132 * 2048;
         for (case, limit, former, value, want) in [
             ("a larger heap", 2, Some(8 << 20), (16 << 20) + 1, ((8 << 20) + BLOCK, 0)),
             ("a smaller heap", 2, Some(16 << 20), 8 << 20, (0, 8 << 20)),
             ("the same", 2, Some(8 << 20), 8 << 20, (0, 0)),
-            ("more stack for each thread", 0, Some(1024), 2048, (MOST, 0)),
-            ("less stack for each thread", 0, Some(2048), 1024, (0, MOST)),
+            ("more stack for each thread", 0, Some(1024), 65_536 + 1024, (threads * 65_536, 0)),
+            ("less stack for each thread", 0, Some(65_536 + 1024), 1024, (0, threads * 65_536)),
+            ("a stack from nobody knows what", 0, None, 65_536, (threads * 65_536, 0)),
+            ("more launches of launches", 4, Some(2048), 4096, (MOST, 0)),
             ("from nobody knows what", 2, None, 8 << 20, (MOST, 0)),
         ] {
-            assert_eq!(believable(limit, former, value), want, "{case}");
+            assert_eq!(believable(limit, former, value, Some(threads)), want, "{case}");
         }
+        assert_eq!(believable(0, Some(1024), 2048, None), (MOST, 0), "a driver that does not tell");
     }
 }

@@ -24,7 +24,8 @@ use crate::container::{self, Card, Container};
 use crate::cuda::{CUlibrary, CUmodule, CUresult};
 use crate::driver;
 
-/// An image is not believed to take more: the largest library of kernels known is below 1 GiB.
+/// An image is not believed to take more where a neighbour's doing may be in what was seen: the largest library of kernels
+/// known is below 1 GiB.
 const MOST: u64 = 1 << 30;
 
 type Unload = unsafe extern "C" fn(*mut c_void) -> CUresult;
@@ -173,7 +174,8 @@ unsafe fn load(
         return result;
     }
     let charged = measurement.end(|_, taken| {
-        let taken = round_up(taken.map_or(0, |taken| taken.more(MOST)), PAGE);
+        let most = |taken: Taken| taken.believed(MOST, now.card.is_shared());
+        let taken = round_up(taken.map_or(0, |taken| taken.more(most(taken))), PAGE);
         let Some(claim) = charge::ask(now.container, now.card, taken) else {
             // Until it is unloaded.
             now.card.memory.force(taken);
@@ -359,7 +361,7 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
 fn given_back(taken: Option<Taken>, size: u64) -> u64 {
     let most = size.saturating_add(BLOCK);
     match taken {
-        Some(taken) if taken.trust == Trust::Full => taken.less(MOST),
+        Some(taken) if taken.trust == Trust::Full => taken.less(u64::MAX),
         Some(taken) if taken.trust == Trust::Card => taken.less(most),
         _ => size,
     }

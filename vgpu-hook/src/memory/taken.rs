@@ -31,6 +31,17 @@ impl Taken {
         Self { bytes, ..self }
     }
 
+    /// What is believed of something that is not known to take more than `most`. All of what was seen where nobody else's doing
+    /// can be in it: else what takes more would be had for that much. A quiet look at a card that is not shared is as good as
+    /// the process's own figure.
+    pub(super) fn believed(self, most: u64, is_shared: bool) -> u64 {
+        match self.trust {
+            Trust::Full => u64::MAX,
+            Trust::Card if !is_shared => u64::MAX,
+            Trust::Card | Trust::Busy => most,
+        }
+    }
+
     /// Bytes taken, at most `most`: other containers could have moved the card's figure, and the process's own what the
     /// driver does by itself (it brings in managed memory, and what is freed may stand in NVML's list for a moment).
     pub(super) fn more(self, most: u64) -> u64 {
@@ -57,6 +68,22 @@ mod tests {
         ] {
             let taken = Taken { bytes, trust: Trust::Full };
             assert_eq!((taken.more(400), taken.less(400)), (more, less), "{case}");
+        }
+    }
+
+    #[test]
+    fn only_what_others_may_have_done_has_a_bound() {
+        for (trust, is_shared, want) in [
+            (Trust::Full, true, u64::MAX),
+            (Trust::Card, false, u64::MAX),
+            (Trust::Card, true, 5),
+            (Trust::Busy, false, 5),
+        ] {
+            assert_eq!(
+                Taken { bytes: 9, trust }.believed(5, is_shared),
+                want,
+                "{trust:?}, shared: {is_shared}"
+            );
         }
     }
 

@@ -194,6 +194,7 @@ static void step(char *line, FILE *in) {
   else if (IS("destroy-green")) printf("%d\n", cuGreenCtxDestroy(handle(a)));
   else if (IS("current")) printf("%d\n", cuCtxSetCurrent(a[0] ? handle(a) : 0));
   else if (IS("heap")) printf("%d\n", cuCtxSetLimit(2, strtoull(a, 0, 0)));
+  else if (IS("stack")) printf("%d\n", cuCtxSetLimit(0, strtoull(a, 0, 0)));
   else if (IS("alloc")) { res r = cuMemAlloc_v2(&place, n); answer(a, r, place); }
   else if (IS("alloc-v1")) { unsigned old = UNTOUCHED; res r = cuMemAlloc(&old, n); printf("%d %d\n", r, old != UNTOUCHED); }
   else if (IS("alloc-nowhere")) printf("%d\n", cuMemAlloc_v2(0, 512));
