@@ -153,15 +153,17 @@ fn arrays_do_not_wait_for_the_end_of_one() {
     assert!((told["given"]..=told["given"] + 2 * MIB).contains(&told["charged"]), "{}", told["charged"]);
 }
 
-/// An image that there is no room for is unloaded: others work on meanwhile, and it is charged until it is gone.
+/// What there is no room for is taken back: others work on meanwhile, and it is charged until it is gone.
 #[test]
 #[ignore = "needs the built library"]
-fn nobody_waits_while_a_refused_image_is_unloaded() {
-    let mut place = Place::new().limited(128 * MIB);
-    place.set("FAKE_CUDA_SLOW", "cuModuleUnload:1:6000000");
-    let told = told(&place, &["refused"]);
-    assert!(told["longest"] < 3_000, "{} ms", told["longest"]);
-    assert_eq!((told["left"], told["given"]), (0, 256 * MIB));
+fn nobody_waits_while_what_was_refused_is_taken_back() {
+    for (what, slow, given) in [("heap", "cuCtxSetLimit:2", 248), ("image", "cuModuleUnload:1", 256)] {
+        let mut place = Place::new().limited(128 * MIB);
+        place.set("FAKE_CUDA_SLOW", &format!("{slow}:6000000"));
+        let told = told(&place, &["refused", what]);
+        assert!(told["longest"] < 3_000, "{what}: {} ms", told["longest"]);
+        assert_eq!((told["left"], told["given"]), (0, given * MIB), "{what}");
+    }
 }
 
 /// A thread's end of something comes too late: another thread has ended it, or its context.

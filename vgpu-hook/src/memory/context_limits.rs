@@ -88,7 +88,9 @@ pub(crate) unsafe fn context_set_limit(
         // Where the context ends meanwhile, it takes along what its entry says.
         if more > 0 {
             let Some(claim) = charge::ask(now.container, now.card, more) else {
-                return Some(measuring.hidden_many(Some(now.card)));
+                // Until it is as before.
+                now.card.memory.force(more);
+                return Some(more);
             };
             charge::settle(now.card, claim);
             if objects.swap_size(key, entry.size + more).is_none() {
@@ -102,11 +104,14 @@ pub(crate) unsafe fn context_set_limit(
         }
         None
     });
-    let Some(_hidden) = refused else { return result };
+    let Some(more) = refused else { return result };
+    // Without a lock: it may wait for what runs in the context.
+    let _hidden = measuring.hidden_many(Some(now.card));
     if let Some(former) = former {
         // SAFETY: what it was before.
         let _ = unsafe { real(limit, former) };
     }
+    now.card.memory.free(more);
     CUresult::OUT_OF_MEMORY
 }
 

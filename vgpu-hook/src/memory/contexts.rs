@@ -211,17 +211,20 @@ impl<'c> Making<'c> {
             }
             if !charge_context(container, card, paid, bytes) {
                 tell_if_too_large(container, card, bytes);
-                return Some(container.books.measuring.hidden_many(Some(card)));
+                // Until it is ended.
+                card.memory.force(bytes - paid);
+                return Some(bytes);
             }
             let entry = Entry { size: bytes, card: card.index, kind: Kind::Context as u8, note: context };
             let _ = container.books.objects.insert(key_of(Kind::Context, context), &entry);
             container.books.contexts.changed(container, card, true);
             None
         });
-        // Not within the measurement: nobody who looks at a card need wait for the end of a context.
-        let Some(_hidden) = refused else { return true };
+        let Some(bytes) = refused else { return true };
+        // Without a lock: whoever looks at another card need not wait for the end of a context.
+        let _hidden = container.books.measuring.hidden_many(Some(card));
         release();
-        card.memory.free(paid);
+        card.memory.free(bytes);
         false
     }
 }

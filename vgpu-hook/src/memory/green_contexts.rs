@@ -76,18 +76,22 @@ unsafe fn green_create_beside_primary(
         let handle = made.addr() as u64;
         let entry = Entry { size: taken, card: card.index, kind: Kind::GreenContext as u8, note: handle };
         let Some(claim) = charge::ask(container, card, taken) else {
-            return Some(container.books.measuring.hidden_many(Some(card)));
+            // Until it is ended.
+            card.memory.force(taken);
+            return Some(taken);
         };
         charge::settle(card, claim);
         let _ = container.books.objects.insert(key_of(Kind::GreenContext, handle), &entry);
         None
     });
-    if let Some(_hidden) = refused {
+    if let Some(taken) = refused {
+        let _hidden = container.books.measuring.hidden_many(Some(card));
         let destroy = driver::function!(cuGreenCtxDestroy: unsafe extern "C" fn(CUgreenCtx) -> CUresult);
         if let Some(destroy) = destroy {
             // SAFETY: a context that nobody knows of.
             let _ = unsafe { destroy(made) };
         }
+        card.memory.free(taken);
         return CUresult::OUT_OF_MEMORY;
     }
     // SAFETY: not null, so the caller's place for a result.

@@ -1,5 +1,5 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
-// `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused`,
+// `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
 // `stall gone WHAT BY`, `stall queue`. Compiled with -DLIBRARY it is a library whose constructor
 // makes a context.
 #define _GNU_SOURCE
@@ -265,14 +265,22 @@ static void *too_large(void *unused) {
   return unused;
 }
 
-// An image for which there is no room is unloaded, which waits; an array is made on another card meanwhile.
-static void array_beside_a_refused_image(void) {
+static void *too_much(void *unused) {
+  must(cuCtxSetCurrent(context));
+  if (cuCtxSetLimit(2, 256 << 20) != 2) abort();
+  return unused;
+}
+
+// An image for which there is no room is unloaded, or a context's heap is made small again, which waits; an array is made on another
+// card meanwhile.
+static void array_beside_what_is_refused(int is_heap) {
   pthread_t first;
   void *there, *array;
   must(cuDevicePrimaryCtxRetain(&there, 1));
   must(cuCtxSetCurrent(there));
-  pthread_create(&first, 0, too_large, 0);
-  until("cuModuleUnload", 1);
+  pthread_create(&first, 0, is_heap ? too_much : too_large, 0);
+  if (is_heap) until("cuCtxSetLimit", 2);
+  else until("cuModuleUnload", 1);
   TIMED(cuArray3DCreate_v2(&array, &small));
   must(cuCtxSetCurrent(context));
   printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
@@ -313,7 +321,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
-  else if (!strcmp(argv[1], "refused")) array_beside_a_refused_image();
+  else if (!strcmp(argv[1], "refused")) array_beside_what_is_refused(!strcmp(argv[2], "heap"));
   else if (!strcmp(argv[1], "load")) {
     pthread_create(&first, 0, load, 0);
     until("cuModuleLoadData", 1);
