@@ -8,6 +8,7 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use common::{pairs, run_within};
 use mullion_region::usage;
 use sessions::{MIB, OUT_OF_MEMORY, Place};
 
@@ -263,6 +264,16 @@ fn many_mappings_behind_a_large_one_that_is_not_counted_are_unmapped_with_it() {
     assert_eq!(session.agree("theirs and what is behind left"), 18 * MIB);
     session.done(&format!("unmap va 2097152 {}", 156 * MIB));
     assert_eq!(session.agree("theirs left"), 16 * MIB);
+}
+
+/// What is retained by its address while another thread unmaps it is there until it is released.
+#[test]
+#[ignore = "needs the built library"]
+fn memory_that_is_retained_while_it_is_unmapped_stays_charged() {
+    let place = Place::new().limited(8192 * MIB);
+    let text = run_within(&mut place.command("retain"), 60).quiet();
+    let told = pairs(&text);
+    assert!(told["charged"] == told["given"] && told["retained"] != "0", "{told:?}");
 }
 
 // An image that does not ask for the driver's `utility` part.

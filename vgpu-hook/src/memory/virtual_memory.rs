@@ -19,6 +19,7 @@ use crate::cuda::{
     CUdeviceptr, CUmemAllocationProp, CUmemGenericAllocationHandle, CUresult, CUuint64, LOCATION_DEVICE,
 };
 use crate::driver;
+use crate::sys;
 
 /// The allocations of this process.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct Allocations {
     lock: Lock,
     next: AtomicU64,
     next_mark: AtomicU64,
+    /// Mappings that are at the driver and have no address in the books yet.
+    coming: AtomicU64,
     /// By our own number; `note` is references << 32 | mappings.
     by_number: Entries,
     /// By handle; `size` is the references that the program holds by it, `note` our number.
@@ -43,6 +46,8 @@ const STEP: u64 = 64 << 10;
 const MOST_MARKS: u64 = STEP - 1;
 /// Steps without a mapping after which the table is looked through instead of the range.
 const MISSES: u32 = 64;
+/// How often it is tried to retain what may have been mapped just now, in pauses of 0.1 ms.
+const COMING: u32 = 50;
 
 impl Allocations {
     pub(super) const fn new() -> Self {
@@ -50,6 +55,7 @@ impl Allocations {
             lock: Lock::new(),
             next: AtomicU64::new(1),
             next_mark: AtomicU64::new(0),
+            coming: AtomicU64::new(0),
             by_number: Arena::table(),
             handles: Arena::table(),
             mappings: Arena::table(),
@@ -104,17 +110,20 @@ impl Allocations {
         let _held = self.lock.lock();
         let by_handle = self.handles.get(handle)?;
         self.change(by_handle.note, |counts| counts + MAPPING);
+        self.coming.fetch_add(1, Relaxed);
         Some(by_handle)
     }
 
     /// The driver made a mapping of `size` bytes.
     fn place_mapping(&self, address: u64, size: u64, mapping: &Entry) {
         let _held = self.lock.lock();
+        self.coming.fetch_sub(1, Relaxed);
         let _ = self.mappings.insert(address, &Entry { size, ..*mapping });
     }
 
     fn drop_mapping(&self, mapping: &Entry) -> Option<Entry> {
         let _held = self.lock.lock();
+        self.coming.fetch_sub(1, Relaxed);
         self.change(mapping.note, |counts| counts.saturating_sub(MAPPING))
     }
 
@@ -187,15 +196,40 @@ impl Allocations {
         }
     }
 
-    /// The driver gave one more reference to what is mapped at `address`.
-    fn retain(&self, handle: u64, address: u64) {
-        let _held = self.lock.lock();
+    /// Enters the reference that `ask` gets to what is mapped at `address`. The lock is held all the while, as the driver only
+    /// looks something up: what another thread unmaps meanwhile leaves the books when the reference is in them.
+    fn retain(
+        &self,
+        address: u64,
+        ask: impl Fn() -> Result<CUmemGenericAllocationHandle, CUresult>,
+    ) -> Result<CUmemGenericAllocationHandle, CUresult> {
+        let mut tries = 0;
+        loop {
+            let held = self.lock.lock();
+            let handle = ask()?;
+            let known = self.handles.take(handle);
+            if known.is_some() || tries == COMING || self.coming.load(Relaxed) == 0 {
+                self.enter_reference(handle, address, known);
+                return Ok(handle);
+            }
+            // The mapping may be one that has just come, of a handle that was released since.
+            release_at_driver(handle);
+            drop(held);
+            sys::sleep_ns(100_000);
+            tries += 1;
+        }
+    }
+
+    /// One more reference by a handle that `known` was taken out for. The lock is held.
+    fn enter_reference(&self, handle: u64, address: u64, known: Option<Entry>) {
         let mut mapping = self.mappings.get(address);
-        if mapping.is_none() {
+        if mapping.is_none() && known.is_none() {
             self.mappings.drain(
                 |key, entry| {
-                    let start = key - key % STEP;
-                    if start <= address && address - start < entry.size {
+                    let (start, mark) = (key - key % STEP, key % STEP);
+                    let is_there = start <= address && address - start < entry.size;
+                    // What is marked may be gone, and another one be there.
+                    if is_there && (mapping.is_none() || mark == 0) {
                         mapping = Some(*entry);
                     }
                     false
@@ -203,7 +237,6 @@ impl Allocations {
                 |_, _| {},
             );
         }
-        let known = self.handles.take(handle);
         let Some(number) = known.or(mapping).map(|entry| entry.note) else { return };
         let base = known.unwrap_or(Entry { size: 0, card: 0, kind: 1, note: number });
         let _ = self.handles.insert(handle, &Entry { size: base.size + 1, ..base });
@@ -336,16 +369,22 @@ pub(crate) unsafe fn retain(
     handle: *mut CUmemGenericAllocationHandle,
     address: *mut c_void,
 ) -> CUresult {
-    // SAFETY: the caller's own arguments.
-    let result = unsafe { real(handle, address) };
-    if result.is_ok()
-        && let Ok(container) = counted()
-    {
-        // SAFETY: the driver has just written it.
-        let retained = unsafe { handle.read() };
-        container.books.allocations.retain(retained, address.addr() as u64);
+    let (Ok(container), false) = (counted(), handle.is_null()) else {
+        // SAFETY: the caller's own arguments.
+        return unsafe { real(handle, address) };
+    };
+    let ask = || {
+        let mut place = 0;
+        // SAFETY: the caller's own address; the result goes to a place of ours.
+        let result = unsafe { real(&raw mut place, address) };
+        if result.is_ok() { Ok(place) } else { Err(result) }
+    };
+    match container.books.allocations.retain(address.addr() as u64, ask) {
+        // SAFETY: not null, so the caller's place for a result.
+        Ok(retained) => unsafe { handle.write(retained) },
+        Err(result) => return result,
     }
-    result
+    CUresult::SUCCESS
 }
 
 /// `cuMemMap`.
