@@ -320,6 +320,12 @@ impl Costs {
         let _ = self.at(quote.index).book(quote.ns);
     }
 
+    /// It is time to measure a launch: this one, which went for `quote`, and the next few of its key.
+    pub fn glance(&self, quote: &mut Quote) {
+        self.at(quote.index).glance();
+        quote.sample = Sample::Close;
+    }
+
     /// Takes a launch that went for `paid_ns` out of the account again: the driver refused it.
     pub fn refused(&self, key: Key, paid_ns: u64) {
         self.existing(key).unwrap_or(&self.others).refused(paid_ns);

@@ -31,6 +31,8 @@ const MOST_NS: u64 = 1 << 40;
 const JUMP: u64 = 8;
 /// After such a one this many measurements are of each launch.
 const WATCH: u16 = 32;
+/// Where one is measured because it is time, so many are: it may always be the same of a program's rhythm for which it is.
+const GLANCE: u16 = 3;
 /// So many measurements in a row, of which the first is such a one and each of more than twice the mean, are of a function that
 /// takes longer now.
 const RISES: u8 = 6;
@@ -114,6 +116,12 @@ impl Entry {
 
     pub(crate) fn is_watched(&self) -> bool {
         self.watch.load(Relaxed) != 0
+    }
+
+    /// The next few launches are measured.
+    pub(crate) fn glance(&self) {
+        let watch = self.watch.load(Relaxed);
+        self.watch.store(watch.max(GLANCE), Relaxed);
     }
 
     fn is_young(&self) -> bool {

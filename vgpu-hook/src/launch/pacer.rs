@@ -280,7 +280,7 @@ impl Pacer {
             && quote.sample == Sample::No
             && now.saturating_sub(local.sampled.load(Relaxed)) >= CLOSE_EVERY_NS;
         if due {
-            quote.sample = Sample::Close;
+            self.costs.glance(&mut quote);
         }
         if quote.sample != Sample::No {
             local.sampled.store(now, Relaxed);

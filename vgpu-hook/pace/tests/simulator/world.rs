@@ -414,7 +414,8 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                         if quote.sample != Sample::No {
                             proc.sampled = now;
                         } else if scenario.events && quote.known && now - proc.sampled >= CLOSE_EVERY_NS {
-                            (quote.sample, proc.sampled) = (Sample::Close, now);
+                            proc.costs.glance(quote);
+                            proc.sampled = now;
                         }
                     }
                     cont.launches += 1;
