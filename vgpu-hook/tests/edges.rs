@@ -276,6 +276,42 @@ fn memory_that_is_retained_while_it_is_unmapped_stays_charged() {
     assert!(told["charged"] == told["given"] && told["retained"] != "0", "{told:?}");
 }
 
+/// A stream of one's own says on which card it is, and libraries belong to no context.
+#[test]
+#[ignore = "needs the built library"]
+fn without_a_context_a_stream_or_a_library_takes_no_more_than_there_is() {
+    let place = Place::new().limited(128 * MIB);
+    let mut session = place.ready();
+    session.done("stream s");
+    session.done("default-pool p");
+    session.done("current");
+    session.done("async-in a s 40000000");
+    session.refused("async-in b s 120000000");
+    session.refused("from-pool-in b p s 120000000");
+    session.done("library l 20971520");
+    session.refused("library m 83886080");
+    session.done("primary 0");
+    assert_eq!(session.agree("a pool and a library"), (64 + 20) * MIB);
+    session.done("unload-library l");
+    assert_eq!(session.agree("the library's end"), 64 * MIB);
+}
+
+/// A pool that was destroyed is none, also while what came out of it is left.
+#[test]
+#[ignore = "needs the built library"]
+fn a_destroyed_pool_that_is_named_again_is_charged_once() {
+    let place = Place::new().limited(128 * MIB);
+    let mut session = place.ready();
+    session.done("pool p 1 0");
+    session.done("from-pool a p 20000000");
+    session.done("destroy-pool p");
+    assert_eq!(session.ask("from-pool b p 1000000")[0], 1);
+    assert_eq!(session.agree("a pool that is none"), 32 * MIB);
+    session.done("free-async a");
+    session.done("sync");
+    assert_eq!(session.agree("the last of it"), 0);
+}
+
 // An image that does not ask for the driver's `utility` part.
 #[test]
 #[ignore = "needs the built library"]

@@ -14,7 +14,8 @@
 //! The pattern is the same everywhere: claim, ask the driver, settle; or undo. An allocation over the limit is answered
 //! with `CUDA_ERROR_OUT_OF_MEMORY` and touches no out-pointer. What is freed is taken out of the table before the driver
 //! frees it, because another thread may be given the same address at once, and put back when the driver refuses. A
-//! pointer that is not in a table goes to the driver as it is; so does a call on a thread without a context.
+//! pointer that is not in a table goes to the driver as it is; so does a call on a thread without a context, unless a stream
+//! says where it goes, or a library goes into the contexts that there are.
 //!
 //! Not counted: streams, events, local memory that a launch makes the driver take, and what is allocated through
 //! private export tables, graphics or video interfaces. The agent compares the whole with NVML.

@@ -19,7 +19,7 @@ use super::blocks::{BLOCK, round_up};
 use super::contexts::{Ends, any_context, bury_object};
 use super::looks::From;
 use super::taken::{Taken, Trust};
-use super::{Kind, Pass, charge, counted, here, key_of};
+use super::{Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{CUlibrary, CUmodule, CUresult};
 use crate::driver;
@@ -147,6 +147,17 @@ fn take_off(container: &Container, card: &Card, (key, _): (u64, u64)) {
     }
 }
 
+/// A thread without a context loads a library: eagerly into the contexts that there are.
+#[cold]
+fn elsewhere() -> Option<Here> {
+    let container = counted().ok()?;
+    container.books.measuring.heed();
+    let ended = container.books.contexts.ended();
+    container
+        .cards()
+        .find_map(|card| Some(Here { container, card, context: any_context(container, card)?, ended }))
+}
+
 /// Charges what `real` loads.
 ///
 /// # Safety
@@ -157,14 +168,18 @@ unsafe fn load(
     real: impl FnOnce(*mut *mut c_void) -> CUresult,
     unload: impl FnOnce() -> Option<Unload>,
 ) -> CUresult {
-    let now = match here() {
-        Ok(now) if !place.is_null() => now,
+    let (now, from) = match here() {
+        _ if place.is_null() => return real(place),
+        Ok(now) => (now, From::Here),
         Err(Pass::Refused(result)) => return result,
-        _ => return real(place),
+        Err(Pass::Driver) => match elsewhere().filter(|_| kind == Kind::Library) {
+            Some(now) => (now, From::Context(now.context)),
+            None => return real(place),
+        },
     };
     let alone = now.card.is_shared();
     let measuring = &now.container.books.measuring;
-    let measurement = measuring.begin(now.container, now.card, From::Here, alone);
+    let measurement = measuring.begin(now.container, now.card, from, alone);
     let mut loaded = core::ptr::null_mut();
     container::fault_point();
     let result = real(&raw mut loaded);

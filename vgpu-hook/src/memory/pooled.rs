@@ -88,18 +88,34 @@ pub(crate) unsafe fn alloc_from_pool_ptsz(
     unsafe { from_pool(address, bytes, pool, stream, ask, true) }
 }
 
+/// 0, 1 and 2 stand for default streams, which belong to the current context.
+const LAST_DEFAULT: usize = 2;
+
+/// Where the calling thread is, or, without a context, its stream: only for default streams the driver asks for a context.
+fn here_or_at(stream: CUstream) -> Result<Here, Pass> {
+    let now = here();
+    if !matches!(now, Err(Pass::Driver)) || stream.addr() <= LAST_DEFAULT {
+        return now;
+    }
+    let container = counted()?;
+    let ended = container.books.contexts.ended();
+    let card = device_by_stream(stream).and_then(|device| container.card(device)).ok_or(Pass::Driver)?;
+    Ok(Here { container, card, context: 0, ended })
+}
+
 /// The device whose pool `stream` allocates from.
 fn device_of(now: Here, stream: CUstream) -> Option<CUdevice> {
-    // 0, 1 and 2 stand for default streams, which belong to the current context.
-    if stream.addr() <= 2 {
-        return now.container.device(now.card);
-    }
+    let own = if stream.addr() <= LAST_DEFAULT { None } else { device_by_stream(stream) };
+    own.or_else(|| now.container.device(now.card))
+}
+
+fn device_by_stream(stream: CUstream) -> Option<CUdevice> {
     let own = driver::function!(cuStreamGetDevice: unsafe extern "C" fn(CUstream, *mut CUdevice) -> CUresult);
     let mut device = -1;
     match own {
         // SAFETY: the caller's stream; the driver writes one number.
         Some(ask) if unsafe { ask(stream, &raw mut device) }.is_ok() => Some(device),
-        _ => device_by_context(stream).or_else(|| now.container.device(now.card)),
+        _ => device_by_context(stream),
     }
 }
 
@@ -124,7 +140,7 @@ unsafe fn from_current_pool(
     ask: impl FnOnce(*mut CUdeviceptr) -> CUresult,
     per_thread: bool,
 ) -> CUresult {
-    let now = match here() {
+    let now = match here_or_at(stream) {
         Ok(now) if !address.is_null() => now,
         Err(Pass::Refused(result)) => return result,
         _ => return ask(address),
@@ -153,7 +169,7 @@ unsafe fn from_pool(
     ask: impl FnOnce(*mut CUdeviceptr) -> CUresult,
     per_thread: bool,
 ) -> CUresult {
-    let now = match here() {
+    let now = match here_or_at(stream) {
         Ok(now) if !address.is_null() && !pool.is_null() => now,
         Err(Pass::Refused(result)) => return result,
         _ => return ask(address),
@@ -162,9 +178,8 @@ unsafe fn from_pool(
     unsafe { counted_alloc(now, address, bytes, pool, stream, ask, per_thread) }
 }
 
-/// The card of a pool that the program did not make: it is a device's own, not always the current one's. One that no device
-/// names holds managed memory, which goes to the current one like any other.
-fn owner(now: Here, pool: u64) -> &'static Card {
+/// The card of a pool that is a device's own, not always the current one's.
+fn owner(now: Here, pool: u64) -> Option<&'static Card> {
     let own = driver::function!(
         cuDeviceGetDefaultMemPool: unsafe extern "C" fn(*mut CUmemoryPool, CUdevice) -> CUresult
     );
@@ -175,7 +190,7 @@ fn owner(now: Here, pool: u64) -> &'static Card {
             unsafe { own(&raw mut found, device) }.is_ok() && found.addr() as u64 == pool
         })
     };
-    now.container.cards().find(is_owner).unwrap_or(now.card)
+    now.container.cards().find(is_owner)
 }
 
 /// Follows the pool through one allocation, which is charged to the pool's card, whatever the current one is.
@@ -199,8 +214,16 @@ unsafe fn counted_alloc(
     if launch::is_captured(stream, per_thread) {
         return ask(address);
     }
-    if !pools.knows(pool) && !pools.add(pool, Some(owner(now, pool))) {
-        return CUresult::OUT_OF_MEMORY;
+    if !pools.knows(pool) {
+        // One that no device names holds managed memory, which goes to the current one like any other.
+        let adopted = match owner(now, pool) {
+            Some(card) => pools.add(pool, Some(card)),
+            None if pools.is_none(pool) => return CUresult::INVALID_VALUE,
+            None => pools.add(pool, Some(now.card)),
+        };
+        if !adopted {
+            return CUresult::OUT_OF_MEMORY;
+        }
     }
     let Some((index, following)) = pools.hold(container, pool) else { return ask(address) };
     let card = following.card();

@@ -251,6 +251,16 @@ impl Pools {
         self.by_handle.get(pool).is_some()
     }
 
+    /// Whether there is no such pool, or no longer: the program has destroyed it, perhaps while allocations were left.
+    #[cold]
+    pub(super) fn is_none(&self, pool: u64) -> bool {
+        // Whoever destroys one holds it.
+        let _held = self.lock.lock();
+        let is_orphan =
+            |record: &Record| record.state.load(Relaxed) == ORPHAN && record.handle.load(Relaxed) == pool;
+        !self.knows(pool) && (self.records().iter().any(is_orphan) || attribute(pool, RESERVED).is_none())
+    }
+
     /// Gives a pool a record; `None` for a pool that is not counted. `false` where there is no room.
     pub(super) fn add(&self, pool: u64, card: Option<&Card>) -> bool {
         let _held = self.lock.lock();
