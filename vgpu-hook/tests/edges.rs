@@ -276,6 +276,17 @@ fn memory_that_is_retained_while_it_is_unmapped_stays_charged() {
     assert!(told["charged"] == told["given"] && told["retained"] != "0", "{told:?}");
 }
 
+/// While it is not known whether a piece needs another block, it asks for one: nothing is refused for that.
+#[test]
+#[ignore = "needs the built library"]
+fn what_is_left_can_be_had_beside_threads_that_take_pieces() {
+    let place = Place::new().limited(64 * MIB);
+    let text = run_within(&mut place.command("pieces"), 60).quiet();
+    let refused: u64 = pairs(&text)["refused"].parse().unwrap();
+    // One that was about to ask may do so in the moment that counts.
+    assert!(refused <= 2, "{refused} of 2000");
+}
+
 /// A stream of one's own says on which card it is, and libraries belong to no context.
 #[test]
 #[ignore = "needs the built library"]

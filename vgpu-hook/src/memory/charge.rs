@@ -10,11 +10,23 @@ use crate::cuda::CUresult;
 /// Asks for `bytes` of `card`. `None` where the limit has no room for them, which is counted.
 #[inline]
 pub(super) fn ask(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
-    let claim = try_ask(container, card, bytes);
+    let claim = try_ask(container, card, bytes).or_else(|| ask_again(container, card, bytes));
     if claim.is_none() {
         refused(card);
     }
     claim
+}
+
+/// As [`try_ask`], which was in vain: what other threads have asked for by now may be more than they get, as a piece asks for
+/// the block that it may need.
+#[cold]
+pub(super) fn ask_again(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
+    let asked = card.memory.own_used().saturating_sub(card.memory.own_settled());
+    let held = card.memory.total().saturating_sub(asked);
+    if held.saturating_add(bytes) > card.memory.limit() {
+        return None;
+    }
+    container.books.measuring.ask_in_silence(card, || try_ask(container, card, bytes))
 }
 
 /// Counts a request that the limit refused.

@@ -137,7 +137,11 @@ fn take(
         Served::Blocks(size) => size,
         Served::Piece => BLOCK,
     };
-    let Some(claim) = charge::try_ask(now.container, now.card, size) else {
+    let again = || match served {
+        Served::Blocks(size) => charge::ask_again(now.container, now.card, size),
+        Served::Piece => None,
+    };
+    let Some(claim) = charge::try_ask(now.container, now.card, size).or_else(again) else {
         return match served {
             Served::Piece => take_piece_of_known_block(now, bytes, place, ask),
             Served::Blocks(_) => {
