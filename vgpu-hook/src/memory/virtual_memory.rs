@@ -96,8 +96,9 @@ impl Allocations {
     /// The driver refused: the reference is back.
     fn put_reference(&self, handle: u64, entry: &Entry) {
         let _held = self.lock.lock();
-        self.handles.take(handle);
-        let _ = self.handles.insert(handle, entry);
+        // Others may have retained or released it meanwhile.
+        let left = self.handles.take(handle).map_or(0, |left| left.size);
+        let _ = self.handles.insert(handle, &Entry { size: left + 1, ..*entry });
     }
 
     fn drop_reference(&self, entry: &Entry) -> Option<Entry> {
@@ -445,4 +446,32 @@ pub(crate) unsafe fn unmap(
         allocations.unmark_mappings(&range, mark, |gone| free(container, Some(gone)));
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reference_that_came_beside_a_refused_release_counts() {
+        const HANDLE: u64 = 5;
+        const ADDRESS: u64 = 64 * STEP;
+        let allocations = Allocations::new();
+        assert!(allocations.add(HANDLE, STEP, 3));
+        let Some(mapping) = allocations.add_mapping(HANDLE) else { panic!("no handle") };
+        allocations.place_mapping(ADDRESS, STEP, &mapping);
+        let Some(released) = allocations.take_reference(HANDLE) else { panic!("no reference") };
+        assert_eq!(allocations.retain(ADDRESS, || Ok(HANDLE)), Ok(HANDLE));
+        allocations.put_reference(HANDLE, &released);
+        for reference in 0..2 {
+            let Some(entry) = allocations.take_reference(HANDLE) else { panic!("no reference {reference}") };
+            assert_eq!(allocations.drop_reference(&entry), None, "the mapping is left");
+        }
+        assert!(allocations.take_reference(HANDLE).is_none());
+        let mut gone = None;
+        let range = ADDRESS..ADDRESS + STEP;
+        let mark = allocations.mark_mappings(&range);
+        allocations.drop_mappings(&range, mark, |entry| gone = Some((entry.size, entry.card)));
+        assert_eq!(gone, Some((STEP, 3)));
+    }
 }
