@@ -40,8 +40,6 @@ pub(super) const TURN_NS: u64 = 2_000_000_000;
 const SHORT_TURN_NS: u64 = 20_000_000;
 /// How long a call for a small array may take that another one waits for: longer than two looks take that wait in vain.
 pub(super) const CALL_NS: u64 = 250_000_000;
-/// How long a request that was refused beside others waits for them: they may have asked for more than they get.
-const SETTLING_NS: u64 = 10_000_000;
 /// How often a call lets a measurement go first that came between.
 const TRIES: u32 = 16;
 /// How long a thread waits for the silence of another one to end: longer than a look takes.
@@ -175,13 +173,14 @@ impl Measuring {
         }
     }
 
-    /// Asks again while nobody else begins, when this process's calls at the driver are over; for [`SETTLING_NS`] at most.
+    /// Asks again while nobody else begins, when this process's calls at the driver are over; for as long as a look waits at
+    /// most, and only where it is their claims that leave no room.
     #[cold]
     pub(super) fn ask_in_silence<T>(&self, card: &Card, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
         self.silence.fetch_add(1, SeqCst);
         let _silence = Silence(self);
         let began = now_ns();
-        while now_ns().saturating_sub(began) < SETTLING_NS {
+        while now_ns().saturating_sub(began) < LOOK_NS {
             let asked = card.memory.own_used();
             if asked != card.memory.own_settled() {
                 sys::sleep_ns(PAUSE_NS);
