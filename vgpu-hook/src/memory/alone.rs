@@ -95,7 +95,7 @@ impl Alone<'_> {
             return on_card;
         }
         let own = change(ALONE, before.is_own_quiet && after.is_own_quiet, [before.own, after.own]);
-        if own != on_card {
+        if own.map(|own| own.bytes) != on_card.map(|on_card| on_card.bytes) {
             self.is_disturbed();
         }
         own
