@@ -47,6 +47,8 @@ pub(crate) unsafe fn green_create(
         unsafe { green_create_beside_primary(real, context, resources, (container, card, device), flags) };
     if retained.is_some() {
         let _ending = container.books.contexts.ending();
+        // Where no green one was made, the primary context ends here.
+        let _hidden = container.books.measuring.hidden_many(Some(card));
         release_at_driver(device);
         primary_left(container, card, device);
     }
