@@ -323,6 +323,26 @@ fn a_destroyed_pool_that_is_named_again_is_charged_once() {
     assert_eq!(session.agree("the last of it"), 0);
 }
 
+/// Of a pool that was destroyed all is left as long as one allocation is, also one that the driver has refused to free.
+#[test]
+#[ignore = "needs the built library"]
+fn an_allocation_that_stays_keeps_its_destroyed_pool() {
+    let place = Place::new().limited(256 * MIB);
+    let mut session = place.ready();
+    session.done("pool p");
+    session.done("from-pool x p 40000000");
+    session.done("from-pool y p 90000000");
+    session.done("destroy-pool p");
+    let held = session.agree("destroyed with two allocations left");
+    session.done("fail cuMemFree_v2 999 1");
+    assert_eq!(session.ask("free y"), [999]);
+    session.done("free x");
+    assert_eq!(session.agree("the one that was refused is left"), held);
+    session.done("free y");
+    assert_eq!(session.agree("none left"), 0);
+    session.end();
+}
+
 // An image that does not ask for the driver's `utility` part.
 #[test]
 #[ignore = "needs the built library"]

@@ -109,6 +109,12 @@ impl Contexts {
         })
     }
 
+    /// Whether `context` is among the last ones that have ended.
+    pub(super) fn is_among_last(&self, context: u64) -> bool {
+        // 0 stands for no context, and where none has been entered yet.
+        context != 0 && self.last.iter().any(|last| last.load(Relaxed) == context)
+    }
+
     /// A context may be about to end: to be called before the driver is asked.
     pub(super) fn ending(&self) -> Ending<'_> {
         self.ends.fetch_add(1, SeqCst);
@@ -422,7 +428,7 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
         card.memory.free(entry.size);
         books.contexts.changed(container, card, false);
     }
-    // See `has_ended`.
+    // See `Books::has_ended`.
     fence(SeqCst);
     let of_context = |_: u64, entry: &Entry| entry.note == context && entry.kind != Kind::Pooled as u8;
     books
@@ -430,13 +436,6 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
         .drain(of_context, |address, entry| linear::is_gone_with_context(container, address, &entry));
     books.objects.drain(of_context, |_, entry| object_is_gone(container, &entry));
     books.pools.observe_all(container);
-}
-
-/// Whether a context has ended lately: what was entered before this is asked, and is not off the books then, stays in them.
-pub(super) fn has_ended(container: &Container, context: u64) -> bool {
-    let contexts = &container.books.contexts;
-    let is_among_last = contexts.last.iter().any(|last| last.load(Relaxed) == context);
-    is_among_last && container.books.objects.get(key_of(Kind::Context, context)).is_none()
 }
 
 /// An object is gone with its context.

@@ -7,7 +7,7 @@ use core::sync::atomic::fence;
 use mullion_accounting::Entry;
 
 use super::blocks::{self, BLOCK, Entered, Served};
-use super::{Here, Kind, Pass, charge, contexts, counted, here};
+use super::{Here, Kind, Pass, charge, counted, here};
 use crate::container::{self, Card, Container};
 use crate::cuda::{CUdeviceptr, CUresult};
 use crate::driver;
@@ -433,7 +433,9 @@ fn put_back(container: &Container, pointer: CUdeviceptr, entry: &Entry) {
     let _ = container.books.pointers.insert(pointer, entry);
     // As in `Here::is_over`.
     fence(SeqCst);
-    if contexts::has_ended(container, entry.note)
+    // Of what is out of a pool `note` is no context, and it does not go with one.
+    if entry.kind != Kind::Pooled as u8
+        && container.books.has_ended(entry.note)
         && let Some(entry) = container.books.pointers.take_if(pointer, |found| found == entry)
     {
         is_gone_with_context(container, pointer, &entry);

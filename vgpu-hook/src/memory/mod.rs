@@ -124,6 +124,12 @@ impl Books {
         }
     }
 
+    /// Whether a context has ended lately: what was entered before this is asked, and is not off the books then, stays in them.
+    fn has_ended(&self, context: u64) -> bool {
+        // Last: another one may have its handle.
+        self.contexts.is_among_last(context) && self.objects.get(key_of(Kind::Context, context)).is_none()
+    }
+
     /// The driver did not end an object that was taken out of the table when `ended` contexts had ended: puts it back, unless
     /// it is gone all the same, with its context or by another thread, which did not find it in the table. Whether it is gone.
     fn is_gone_all_the_same(&self, key: u64, entry: &Entry, ended: contexts::Ends, why: CUresult) -> bool {
@@ -133,7 +139,8 @@ impl Books {
         let _ = self.objects.insert(key, entry);
         // As in `Here::is_over`.
         fence(SeqCst);
-        self.contexts.has_ended_since(ended, entry.note)
+        // It may have been counted as ended already, and not yet off the books, when the entry was taken out.
+        (self.contexts.has_ended_since(ended, entry.note) || self.has_ended(entry.note))
             && self.objects.take_if(key, |found| found == entry).is_some()
     }
 }

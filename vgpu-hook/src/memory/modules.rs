@@ -206,6 +206,7 @@ unsafe fn load(
         fence(SeqCst);
         // The context ended while the driver was asked: it took the image along.
         if kind == Kind::Module && now.is_over() {
+            let _ = now.container.books.objects.take_if(key, |found| *found == entry);
             take_off(now.container, now.card, group);
         }
         Ok(())
