@@ -166,6 +166,17 @@ fn nobody_waits_while_what_was_refused_is_taken_back() {
     }
 }
 
+/// Of an image that was refused the block stays that another one has got into.
+#[test]
+#[ignore = "needs the built library"]
+fn what_shares_a_block_with_a_refused_image_is_charged_with_it() {
+    let mut place = Place::new().limited(64 * MIB);
+    // Longer than the other one's measurement waits.
+    place.set("FAKE_CUDA_SLOW", "cuModuleUnload:1:4500000");
+    let told = told(&place, &["shares", "67108864"]);
+    assert_eq!((told["charged"], told["given"], told["left"]), (2 * MIB, 2 * MIB, 0));
+}
+
 /// A thread's end of something comes too late: another thread has ended it, or its context.
 #[test]
 #[ignore = "needs the built library"]

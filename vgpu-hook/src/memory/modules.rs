@@ -36,21 +36,36 @@ pub(super) struct Group {
     count: u64,
     /// Charged for them.
     bytes: u64,
+    /// Blocks of that at most that other groups left behind.
+    inherited: u64,
 }
 
 /// In what images are charged.
 const PAGE: u64 = 4096;
 const COUNT_BITS: u32 = 20;
+/// 1 TiB of pages.
+const BYTES_BITS: u32 = 28;
+const INHERITED_BITS: u32 = 16;
+
+/// As much of a number as `bits` hold.
+const fn within(number: u64, bits: u32) -> u64 {
+    let most = (1 << bits) - 1;
+    if number < most { number } else { most }
+}
 
 impl Group {
     /// From the size of a table's entry.
     const fn unpack(size: u64) -> Self {
-        Self { count: size & ((1 << COUNT_BITS) - 1), bytes: (size >> COUNT_BITS) * PAGE }
+        Self {
+            count: size & ((1 << COUNT_BITS) - 1),
+            bytes: (size >> COUNT_BITS & ((1 << BYTES_BITS) - 1)) * PAGE,
+            inherited: size >> (COUNT_BITS + BYTES_BITS),
+        }
     }
 
     const fn pack(self) -> u64 {
-        let count = if self.count < 1 << COUNT_BITS { self.count } else { (1 << COUNT_BITS) - 1 };
-        ((self.bytes / PAGE) << COUNT_BITS) | count
+        let inherited = within(self.inherited, INHERITED_BITS) << (COUNT_BITS + BYTES_BITS);
+        inherited | within(self.bytes / PAGE, BYTES_BITS) << COUNT_BITS | within(self.count, COUNT_BITS)
     }
 
     /// What is charged for the group that a table's entry stands for.
@@ -59,18 +74,29 @@ impl Group {
     }
 
     fn with(self, taken: u64) -> Self {
-        Self { count: self.count + 1, bytes: self.bytes + taken }
+        Self { count: self.count + 1, bytes: self.bytes + taken, ..self }
     }
 
     /// Without one, whose end gave back `given_back` bytes.
     fn without(self, given_back: u64) -> Self {
-        Self { count: self.count.saturating_sub(1), bytes: self.bytes.saturating_sub(given_back) }
+        let bytes = self.bytes.saturating_sub(given_back);
+        let inherited = self.inherited.min(bytes.div_ceil(BLOCK));
+        Self { count: self.count.saturating_sub(1), bytes, inherited }
     }
 
     /// With what another group leaves behind.
     fn heir_of(self, left: u64) -> Self {
         // One whose context has just ended has no images.
-        if self.count == 0 { self } else { Self { bytes: self.bytes + left, ..self } }
+        if self.count == 0 {
+            return self;
+        }
+        Self { bytes: self.bytes + left, inherited: self.inherited + left.div_ceil(BLOCK), ..self }
+    }
+
+    /// Of what another group leaves behind, what these, all of a card together, may have images in: a block each at most,
+    /// however often groups leave something.
+    fn may_inherit(self, left: u64) -> u64 {
+        left.min(self.count.saturating_sub(self.inherited) * BLOCK)
     }
 }
 
@@ -109,10 +135,9 @@ fn leave(container: &Container, card: &Card, group: (u64, u64), ended: Ends, giv
     if after.count > 0 || after.bytes == 0 {
         return gone;
     }
-    let (images, heir) = other_groups(container, card);
+    let (others, heir) = other_groups(container, card);
     let Some(heir) = heir else { return before.bytes };
-    // A block each at most.
-    let left = after.bytes.min(images * BLOCK);
+    let left = others.may_inherit(after.bytes);
     let (poor, rich) = change(container, card, heir, |group| group.heir_of(left));
     fence(SeqCst);
     // As below: its context ended at the same time.
@@ -122,21 +147,24 @@ fn leave(container: &Container, card: &Card, group: (u64, u64), ended: Ends, giv
     before.bytes - (rich.bytes - poor.bytes)
 }
 
-/// How many images there are on the card, and a group of them.
+/// The groups of the card together, and one of them.
 #[cold]
-fn other_groups(container: &Container, card: &Card) -> (u64, Option<(u64, u64)>) {
-    let (mut images, mut found) = (0, None);
+fn other_groups(container: &Container, card: &Card) -> (Group, Option<(u64, u64)>) {
+    let (mut all, mut found) = (Group::default(), None);
     container.books.objects.drain(
         |key, entry| {
             if entry.kind == Kind::Images as u8 && entry.card == card.index {
-                images += Group::unpack(entry.size).count;
+                let Group { count, bytes, inherited } = Group::unpack(entry.size);
+                all.count += count;
+                all.bytes += bytes;
+                all.inherited += inherited;
                 found = Some((key, entry.note));
             }
             false
         },
         |_, _| {},
     );
-    (images, found)
+    (all, found)
 }
 
 /// A group whose context has ended is charged no longer.
@@ -188,15 +216,16 @@ unsafe fn load(
         measurement.abandon();
         return result;
     }
-    let charged = measurement.end(|_, taken| {
+    let is_refused = measurement.end(|_, taken| {
         let most = |taken: Taken| taken.believed(MOST, now.card.is_shared());
         let taken = round_up(taken.map_or(0, |taken| taken.more(most(taken))), PAGE);
-        let Some(claim) = charge::ask(now.container, now.card, taken) else {
+        let claim = charge::ask(now.container, now.card, taken);
+        let is_refused = claim.is_none();
+        match claim {
+            Some(claim) => charge::settle(now.card, claim),
             // Until it is unloaded.
-            now.card.memory.force(taken);
-            return Err(taken);
-        };
-        charge::settle(now.card, claim);
+            None => now.card.memory.force(taken),
+        }
         let group = group_of(kind, now.context, now.card);
         change(now.container, now.card, group, |group| group.with(taken));
         let entry = Entry { size: taken, card: now.card.index, kind: kind as u8, note: group.1 };
@@ -209,16 +238,14 @@ unsafe fn load(
             let _ = now.container.books.objects.take_if(key, |found| *found == entry);
             take_off(now.container, now.card, group);
         }
-        Ok(())
+        is_refused
     });
-    if let Err(taken) = charged {
-        // Without a lock: it may wait for work that waits for another thread.
-        let _hidden = now.container.books.measuring.hidden(now.card);
+    if is_refused {
+        // Like any other: images that were loaded since may share its blocks.
         if let Some(unload) = unload() {
             // SAFETY: an image that nobody knows of.
-            let _ = unsafe { unload(loaded) };
+            let _ = end(kind, loaded, || unsafe { unload(loaded) });
         }
-        now.card.memory.free(taken);
         return CUresult::OUT_OF_MEMORY;
     }
     // SAFETY: not null, so the caller's place for a result.
@@ -393,20 +420,46 @@ mod tests {
         for taken in [BLOCK, 0, 0, BLOCK] {
             group = group.with(taken);
         }
-        assert_eq!(group, Group { count: 4, bytes: 2 * BLOCK });
+        assert_eq!(group, Group { count: 4, bytes: 2 * BLOCK, inherited: 0 });
         assert_eq!(Group::unpack(group.pack()), group);
         // The one that opened the block, and then the last one in it.
         group = group.without(0);
-        assert_eq!(group, Group { count: 3, bytes: 2 * BLOCK });
+        assert_eq!(group, Group { count: 3, bytes: 2 * BLOCK, inherited: 0 });
         group = group.without(BLOCK);
-        assert_eq!(group, Group { count: 2, bytes: BLOCK });
+        assert_eq!(group, Group { count: 2, bytes: BLOCK, inherited: 0 });
         assert_eq!(group.without(BLOCK).without(0), Group::default());
         assert_eq!(group.without(5 * BLOCK).bytes, 0, "more than is charged");
         // What the last one leaves behind lies under images of another group.
         let left = group.without(0).without(0);
-        assert_eq!(left, Group { count: 0, bytes: BLOCK });
-        assert_eq!(Group { count: 1, bytes: 0 }.heir_of(left.bytes), Group { count: 1, bytes: BLOCK });
+        assert_eq!(left, Group { count: 0, bytes: BLOCK, inherited: 0 });
+        let heir = Group { count: 1, ..Group::default() }.heir_of(left.bytes);
+        assert_eq!(heir, Group { count: 1, bytes: BLOCK, inherited: 1 });
         assert_eq!(Group::default().heir_of(BLOCK), Group::default(), "it ended meanwhile");
+    }
+
+    #[test]
+    fn what_is_left_behind_again_and_again_has_an_end() {
+        let mut stays = Group::default().with(BLOCK).with(0);
+        for _ in 0..10 {
+            // Its block was not seen to go.
+            let left = Group::default().with(BLOCK).without(0);
+            stays = stays.heir_of(stays.may_inherit(left.bytes));
+            assert_eq!(Group::unpack(stays.pack()), stays);
+        }
+        assert_eq!(stays, Group { count: 2, bytes: 3 * BLOCK, inherited: 2 });
+        assert_eq!(stays.may_inherit(BLOCK), 0);
+        // What went may have been any of it.
+        stays = stays.without(2 * BLOCK);
+        assert_eq!(stays, Group { count: 1, bytes: BLOCK, inherited: 1 });
+        assert_eq!(stays.with(0).may_inherit(5 * BLOCK), BLOCK, "room for one more");
+    }
+
+    #[test]
+    fn a_group_is_one_word_as_far_as_it_goes() {
+        let most = Group { count: (1 << 20) - 1, bytes: ((1 << 28) - 1) * PAGE, inherited: (1 << 16) - 1 };
+        assert_eq!(Group::unpack(most.pack()), most);
+        let more = Group { count: most.count + 1, bytes: most.bytes + PAGE, inherited: most.inherited + 1 };
+        assert_eq!(Group::unpack(more.pack()), most);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
-// `stall gone WHAT BY`, `stall queue`. Compiled with -DLIBRARY it is a library whose constructor
+// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`. Compiled with -DLIBRARY it is a library whose constructor
 // makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -265,6 +265,31 @@ static void *too_large(void *unused) {
   return unused;
 }
 
+static void *one_too_many(void *unused) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 4096 };
+  void *module;
+  must(cuCtxSetCurrent(context));
+  if (cuModuleLoadData(&module, image) != 2) abort();
+  return unused;
+}
+
+// A small image is refused for the block that it has opened, as so many bytes are all that there is, and is unloaded, which waits;
+// another one gets into that block meanwhile.
+static void image_in_the_block_of_a_refused_one(size_t bytes) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 4096 }, all;
+  void *module;
+  pthread_t first;
+  must(cuMemAlloc_v2(&all, bytes));
+  pthread_create(&first, 0, one_too_many, 0);
+  until("cuModuleUnload", 1);
+  must(cuMemFree_v2(all));
+  must(cuModuleLoadData(&module, image));
+  pthread_join(first, 0);
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+  must(cuModuleUnload(module));
+  printf("left %zu\n", charged());
+}
+
 static void *too_much(void *unused) {
   must(cuCtxSetCurrent(context));
   if (cuCtxSetLimit(2, 256 << 20) != 2) abort();
@@ -321,6 +346,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
+  else if (!strcmp(argv[1], "shares")) image_in_the_block_of_a_refused_one(atol(argv[2]));
   else if (!strcmp(argv[1], "refused")) array_beside_what_is_refused(!strcmp(argv[2], "heap"));
   else if (!strcmp(argv[1], "load")) {
     pthread_create(&first, 0, load, 0);
