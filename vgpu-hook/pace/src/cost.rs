@@ -11,7 +11,7 @@
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
 
-use crate::entry::Entry;
+use crate::entry::{Entry, MOST_NS};
 
 /// What a launch of a function is charged whose first measurement is still under way: this, doubled with every launch once
 /// the measured one runs.
@@ -20,7 +20,7 @@ pub const UNKNOWN_NS: u64 = 1_000_000;
 /// 50 %: 1 + 2 + 4 + ... ms reach a second with the tenth. The queue that a tenant can build before its kernel is known
 /// is at most this many kernels deep (deeper by one for each halving of that second: none at smaller shares).
 pub const BURST_LAUNCHES: u32 = 10;
-/// Where launches pay by the clock, one is measured closely so long after the last one that was measured, whatever its
+/// Where launches pay by the clock, one of the next few is measured so long after that was last done, whatever its
 /// function: one that takes longer than it did is soon found out, and two events cost nothing in such a time.
 pub const CLOSE_EVERY_NS: u64 = 5_000_000;
 /// What one wave of resident threads is guessed to take: between a small elementwise kernel (2-5 us) and a tile of a
@@ -178,8 +178,9 @@ pub struct Measurement {
     pub key: Key,
     /// Time between its two events.
     pub ns: u64,
-    /// Time that the host took from before the first event until after the second one. As much of `ns` may be none of the
-    /// card's: a thread that lost its CPU, or a function whose code had to be loaded first, on an idle card.
+    /// Time that the host took from before the first event until after the second one, 0 where the card had other work for all
+    /// of it. As much of `ns` may be none of the card's: a thread that lost its CPU, or a function whose code had to be loaded
+    /// first.
     pub host_ns: u64,
     /// What it paid.
     pub paid_ns: u64,
@@ -320,10 +321,9 @@ impl Costs {
         let _ = self.at(quote.index).book(quote.ns);
     }
 
-    /// It is time to measure a launch: this one, which went for `quote`, and the next few of its key.
-    pub fn glance(&self, quote: &mut Quote) {
-        self.at(quote.index).glance();
-        quote.sample = Sample::Close;
+    /// It is time to measure a launch of what went for `quote`: one of the next few is.
+    pub fn measure_soon(&self, quote: &Quote) {
+        self.at(quote.index).measure_soon();
     }
 
     /// Takes a launch that went for `paid_ns` out of the account again: the driver refused it.
@@ -340,7 +340,7 @@ impl Costs {
             self.graph_ns.store(new.min(crate::AHEAD_NS), Relaxed);
         }
         if measured.key == Key::FORGOTTEN {
-            return Correction::of_one(measured.paid_ns, measured.ns);
+            return Correction::of_one(measured.paid_ns, measured.ns.min(MOST_NS));
         }
         self.existing(measured.key).unwrap_or(&self.others).measured(measured)
     }

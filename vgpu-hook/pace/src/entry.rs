@@ -25,14 +25,14 @@ const YOUNG: u16 = 8;
 /// takes longer than that between them. Less is a driver that errs, and is believed when it says so twice.
 pub const LEAST_NS: u64 = 1_000;
 /// The most that is believed, 18 minutes: sums of it do not overflow.
-const MOST_NS: u64 = 1 << 40;
+pub(crate) const MOST_NS: u64 = 1 << 40;
 /// A measurement of more than this many times the mean is of a kernel that was held up (by another process's time slices), of
 /// a function that varies, or the first of one that takes longer now. The next ones tell.
 const JUMP: u64 = 8;
 /// After such a one this many measurements are of each launch.
 const WATCH: u16 = 32;
-/// Where one is measured because it is time, so many are: it may always be the same of a program's rhythm for which it is.
-const GLANCE: u16 = 3;
+/// Where one is measured because it is time, it is one of the next so many.
+const SOON: u32 = 8;
 /// So many measurements in a row, of which the first is such a one and each of more than twice the mean, are of a function that
 /// takes longer now.
 const RISES: u8 = 6;
@@ -43,7 +43,8 @@ const LOW: u16 = 1 << 8;
 /// The most that launches are charged later because their function turned out to take longer now.
 const MOST_OWED: u64 = AHEAD_NS / 2;
 
-/// Counted with plain loads and stores: threads may lose some of each other's counts, which shifts a sample or rounds a mean.
+/// Counted with plain loads and stores: threads may lose some of each other's counts, or count some twice, which shifts a
+/// sample or rounds a mean.
 #[derive(Debug)]
 pub(crate) struct Entry {
     /// Whose it is, 0 = nobody's yet.
@@ -54,6 +55,8 @@ pub(crate) struct Entry {
     charged: AtomicU64,
     /// Launches.
     seen: AtomicU32,
+    /// `seen` at which a launch is measured because it is time.
+    close_at: AtomicU32,
     /// `seen` when somebody last looked for a place.
     idle_at: AtomicU32,
     /// `seen` at the last measurement.
@@ -80,6 +83,7 @@ impl Entry {
             cost: AtomicU64::new(0),
             charged: AtomicU64::new(0),
             seen: AtomicU32::new(0),
+            close_at: AtomicU32::new(u32::MAX),
             idle_at: AtomicU32::new(0),
             since: AtomicU32::new(0),
             owed_us: AtomicU32::new(0),
@@ -95,6 +99,7 @@ impl Entry {
         self.cost.store(0, Relaxed);
         self.charged.store(0, Relaxed);
         self.seen.store(0, Relaxed);
+        self.close_at.store(u32::MAX, Relaxed);
         self.idle_at.store(0, Relaxed);
         self.since.store(0, Relaxed);
         self.owed_us.store(0, Relaxed);
@@ -118,12 +123,6 @@ impl Entry {
         self.watch.load(Relaxed) != 0
     }
 
-    /// The next few launches are measured.
-    pub(crate) fn glance(&self) {
-        let watch = self.watch.load(Relaxed);
-        self.watch.store(watch.max(GLANCE), Relaxed);
-    }
-
     fn is_young(&self) -> bool {
         self.measured.load(Relaxed) < YOUNG
     }
@@ -134,10 +133,18 @@ impl Entry {
         self.idle_at.swap(seen, Relaxed) == seen
     }
 
+    /// One of the next few launches is measured. Which one depends on no clock, and so on no rhythm of the program: what is due
+    /// by time may always be the same kind of launch.
+    pub(crate) fn measure_soon(&self) {
+        let seen = self.seen.load(Relaxed);
+        self.close_at.store(seen.wrapping_add(mixed(seen) % SOON), Relaxed);
+    }
+
     /// Whether the next launch of a known function is to be measured.
     #[inline]
     pub(crate) fn sample(&self) -> Sample {
-        if self.is_watched() {
+        let seen = self.seen.load(Relaxed);
+        if self.is_watched() || seen == self.close_at.load(Relaxed) {
             return Sample::Close;
         }
         let rate = match self.rate.load(Relaxed) {
@@ -145,7 +152,7 @@ impl Entry {
             SELDOM if self.is_young() => SELDOM_YOUNG,
             rate => rate,
         };
-        if is_picked(self.seen.load(Relaxed), rate) { Sample::Chance } else { Sample::No }
+        if is_picked(seen, rate) { Sample::Chance } else { Sample::No }
     }
 
     /// Enters a launch that went for `ns`.
@@ -181,7 +188,7 @@ impl Entry {
         self.measured.store((self.measured.load(Relaxed) + 1).min(YOUNG), Relaxed);
         self.rate_by(ns, measurement.sample);
         let seen = self.seen.load(Relaxed);
-        let launches = seen.wrapping_sub(self.since.swap(seen, Relaxed));
+        let launches = seen.saturating_sub(self.since.swap(seen, Relaxed));
         // A measurement can be far too high, where others had the card, but not too low: of the first few the lowest counts,
         // where they differ that much.
         if old == 0 || (young && ns < old / 4) {
@@ -255,18 +262,22 @@ impl Entry {
 /// those before, so that no rhythm of a program has always the same kind of launch measured.
 #[inline]
 const fn is_picked(seen: u32, bits: u32) -> bool {
-    // The number of the block, mixed as MurmurHash3 ends.
-    let block = (seen >> bits).wrapping_add(1).wrapping_mul(0x85eb_ca6b);
-    let mixed = (block ^ block >> 13).wrapping_mul(0xc2b2_ae35);
-    mixed >> (32 - bits) == seen & ((1 << bits) - 1)
+    mixed(seen >> bits) >> (32 - bits) == seen & ((1 << bits) - 1)
 }
 
-/// What a measurement says of the card's time. Where the host was slow enough to explain a figure far above what is known,
-/// it says no more than that.
+/// A number that looks like any, as `MurmurHash3` ends.
+#[inline]
+const fn mixed(number: u32) -> u32 {
+    let n = number.wrapping_add(1).wrapping_mul(0x85eb_ca6b);
+    let n = (n ^ n >> 13).wrapping_mul(0xc2b2_ae35);
+    n ^ n >> 16
+}
+
+/// What a measurement says of the card's time: where the host was slow, what is known already, as far as that can be.
 fn believable(measurement: &Measurement, old: u64) -> u64 {
     let ns = measurement.ns;
-    if measurement.host_ns < SLOW_HOST_NS || (old != 0 && ns <= old.saturating_mul(JUMP)) {
+    if measurement.host_ns < SLOW_HOST_NS {
         return ns;
     }
-    ns.saturating_sub(measurement.host_ns).max(old.min(ns))
+    old.clamp(ns.saturating_sub(measurement.host_ns), ns)
 }

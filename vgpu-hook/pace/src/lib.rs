@@ -12,7 +12,8 @@
 //! * The utilisation that NVML shows is time: the share of a window in which the process had a kernel on the card. A
 //!   kernel of one block counts as much as one that fills the card. Shares here mean the same.
 //! * The cost of a launch is measured by a pair of events around one launch in 64, later in 256, of each function and size of grid,
-//!   and around each that takes 10 ms.
+//!   around more of those that take longer, and around each that takes 10 ms. One that was measured pays what it took, the others
+//!   pay the mean.
 //!   The time between them contains the time slices of other processes on the card, so it is too high on a busy card;
 //!   the scale takes that back.
 //! * Where no events can be used ([`guess_ns`]), the cost is a guess that may be wrong by a factor of 10^4. The scale

@@ -122,9 +122,10 @@ fn what_the_host_may_have_added_is_not_taken_for_the_cards() {
     };
     assert_eq!(slow(&quote, 5 * MS + 20_000, 5 * MS), Correction::Refund(UNKNOWN_NS - 20_000));
     assert_eq!(mean(&costs, key(1)), Some(20_000));
-    // What a busy card shows next to a slow host is the card's alone.
+    // More than the host can have added.
     let quote = picked(launch(&costs, key(1)), Sample::Chance);
-    assert_eq!(slow(&quote, 40_000, 5 * MS).charge_ns(), 20_000);
+    assert_eq!(slow(&quote, 200_000, 150_000).charge_ns(), 30_000);
+    assert_eq!(mean(&costs, key(1)), Some(27_500));
     // Far above the mean, and nothing but the host's: it says nothing.
     let (quote, before) = (picked(launch(&costs, key(1)), Sample::Chance), mean(&costs, key(1)));
     assert_eq!(slow(&quote, 100 * MS, 101 * MS), Correction::None);

@@ -337,9 +337,16 @@ impl Sampler {
             slot.prepare(context, events) && events.record(slot.start.load(Relaxed), what.stream)
         });
         let result = call();
-        let ended = || relaxed(events, || events.record(slot.stop.load(Relaxed), what.stream));
-        let measured = begun && result.is_ok() && ended();
-        slot.host_ns.store(clock::monotonic_ns().saturating_sub(from), Relaxed);
+        let mut waits = false;
+        let measured = begun
+            && result.is_ok()
+            && relaxed(events, || {
+                waits = events.query(slot.start.load(Relaxed)) == Query::NotYet;
+                events.record(slot.stop.load(Relaxed), what.stream)
+            });
+        // Where the stream has not come to the first event by now, it goes from there to the launch at once.
+        let host_ns = if waits { 0 } else { clock::monotonic_ns().saturating_sub(from) };
+        slot.host_ns.store(host_ns, Relaxed);
         slot.card.store(what.card, Relaxed);
         slot.key.store(what.key.get(), Relaxed);
         slot.paid_ns.store(what.paid_ns, Relaxed);
@@ -402,8 +409,8 @@ impl Sampler {
 
     /// `key` is gone: what is still measured of it is of nobody who could come again.
     pub(super) fn forget(&self, key: Key) {
-        for slot in self.slots.iter().filter(|s| s.key.load(Relaxed) == key.get()) {
-            slot.key.store(Key::FORGOTTEN.get(), Relaxed);
+        for slot in &self.slots {
+            let _ = slot.key.compare_exchange(key.get(), Key::FORGOTTEN.get(), Relaxed, Relaxed);
         }
     }
 

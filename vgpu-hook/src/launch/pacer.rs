@@ -31,7 +31,7 @@ const GRAPH_NS: u64 = 1_000_000;
 const RESIDENT: u64 = 132 * 2048;
 /// Launches after which stamps are looked at even though the agent's heartbeat does not move.
 pub(super) const STAMP_EVERY: u32 = 64;
-/// Slices while a first measurement is under way: what it says may end the wait.
+/// Slices while a measurement is under way: what it says may end the wait.
 const MEASURING_SLICE_NS: u64 = 1_000_000;
 
 /// What a process keeps per card. Counted with plain loads and stores: threads may lose some of each other's counts,
@@ -47,7 +47,7 @@ struct Local {
     resident: AtomicU64,
     /// The clock when it was last read.
     now: AtomicU64,
-    /// The clock when a launch that paid by it was last measured.
+    /// The clock when it was last time to measure a launch.
     sampled: AtomicU64,
 }
 
@@ -212,6 +212,9 @@ impl Pacer {
     pub(super) fn give_back(&self, lane: &impl Lane, key: Key, paid: Paid) {
         self.costs.refused(key, paid.ns());
         if let Some(terms) = lane.terms() {
+            if let Some(local) = self.local.get(lane.index()) {
+                local.spent_ns.fetch_sub(i64::try_from(paid.ns()).unwrap_or(0), Relaxed);
+            }
             lane.bucket().settle(clock::coarse_ns(), paid.ns(), 0, terms);
         }
     }
@@ -270,19 +273,14 @@ impl Pacer {
         let now = clock::coarse_ns();
         local.now.store(now, Relaxed);
         let quote = self.quote(lane, request, measurable, now, events);
-        let mut quote = match lane.bucket().admit(now, quote.ns, terms) {
+        let quote = match lane.bucket().admit(now, quote.ns, terms) {
             Admission::Go => quote,
             Admission::Wait(ns) => self.wait(lane, request, measurable, ns, events)?,
         };
         self.costs.book(&quote);
-        let due = measurable
-            && quote.known
-            && quote.sample == Sample::No
-            && now.saturating_sub(local.sampled.load(Relaxed)) >= CLOSE_EVERY_NS;
-        if due {
-            self.costs.glance(&mut quote);
-        }
-        if quote.sample != Sample::No {
+        let due = now.saturating_sub(local.sampled.load(Relaxed)) >= CLOSE_EVERY_NS;
+        if due && measurable && quote.known {
+            self.costs.measure_soon(&quote);
             local.sampled.store(now, Relaxed);
         }
         Some(quote)

@@ -270,7 +270,7 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
         });
     };
     call(&fake);
-    assert_eq!(*fake.log.borrow(), ["create", "create", "record", "call", "record"]);
+    assert_eq!(*fake.log.borrow(), ["create", "create", "record", "call", "query", "record"]);
     assert!(pacer.sampler.flying(0) && pacer.costs.known(request().key).is_none());
     let charged = files.words.tat.load(Relaxed);
     fake.running = false;

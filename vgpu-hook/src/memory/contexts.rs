@@ -149,7 +149,7 @@ impl Contexts {
         only.store(if now == 1 { any_context(container, card).unwrap_or(0) } else { 0 }, Relaxed);
     }
 
-    fn primary(&self, card: &Card) -> Option<&AtomicU64> {
+    pub(super) fn primary(&self, card: &Card) -> Option<&AtomicU64> {
         self.primary.get(usize::from(card.index))
     }
 }

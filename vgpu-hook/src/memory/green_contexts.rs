@@ -1,6 +1,7 @@
 //! Green contexts: a part of a card's SMs, with the card's primary context behind it.
 
 use core::ffi::c_uint;
+use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_accounting::Entry;
 
@@ -130,6 +131,10 @@ pub(crate) unsafe fn green_destroy(
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
     let card = entry.and_then(|entry| container.card_at(entry.card));
     // It may have been the last to hold the primary context.
+    let primary = card.map(|card| {
+        let known = container.books.contexts.primary(card).map_or(0, |place| place.load(Relaxed));
+        launch::Ending::begin(known, card.index)
+    });
     let _ending = container.books.contexts.ending();
     let _hidden = container.books.measuring.hidden_many(card);
     // SAFETY: the caller's own argument.
@@ -144,8 +149,9 @@ pub(crate) unsafe fn green_destroy(
             return result;
         }
         card.memory.free(entry.size);
-        if let Some(device) = container.device(card) {
-            primary_left(container, card, device);
+        let left = container.device(card).is_some_and(|device| primary_left(container, card, device));
+        if let Some(primary) = primary {
+            primary.over(left);
         }
     }
     result

@@ -362,6 +362,22 @@ fn functions_that_vary_get_their_share() {
     }
 }
 
+/// Every so many launches of a function take seven times longer, in a rhythm that the clock may fall in with.
+#[test]
+fn a_rhythm_makes_no_share_larger() {
+    for (short, long) in [(800 * US, 6 * MS), (500 * US, 3_500 * US), (100 * US, 700 * US)] {
+        for every in [2, 3, 4, 8] {
+            for habit in [SYNC, Habit::Deep { depth: 2 }, Habit::Deep { depth: 8 }] {
+                let mut load = process(habit, short);
+                load.mixed = Some((every, long));
+                let mut s = scenario(tenants(&[(30, load)]));
+                s.agent_dead = 0..u64::MAX;
+                holds(&format!("one in {every} of {} us, else {} us, {habit:?}", long / US, short / US), &s);
+            }
+        }
+    }
+}
+
 /// What cannot be seen: NVML gives whole percent and lists no process below one. The container gets less than a point more
 /// for each process, until they are seen.
 #[test]

@@ -129,6 +129,9 @@ pub struct Outcome {
     pub scale: f64,
 }
 
+/// Measurements that may be under way in a process.
+const PLACES: usize = 16;
+
 pub struct Random(u64);
 
 impl Random {
@@ -147,7 +150,7 @@ struct Proc {
     waiting_since: Option<u64>,
     /// First measurements under way: when they were launched.
     flying: BTreeMap<u64, u64>,
-    /// When a launch was last measured.
+    /// When it was last time to measure a launch.
     sampled: u64,
     window_busy: u64,
     /// Launches.
@@ -391,7 +394,7 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 Some(Kernel { started: Some(at), .. }) => Progress::Running(now - at),
             };
             let throttled = scenario.policy.throttles(cont.switch);
-            let mut quote = throttled.then(|| proc.costs.quote(key, scenario.events, guess, progress));
+            let quote = throttled.then(|| proc.costs.quote(key, scenario.events, guess, progress));
             let coarse = now / TICK * TICK;
             let admission =
                 quote.map_or(Admission::Go, |quote| Bucket::over(&cont.tat).admit(coarse, quote.ns, terms));
@@ -408,13 +411,11 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                     events.push(Reverse((now + sleep, p)));
                 }
                 Admission::Go => {
-                    if let Some(quote) = &mut quote {
+                    if let Some(quote) = &quote {
                         proc.costs.book(quote);
                         proc.spent += i64::try_from(quote.ns).unwrap();
-                        if quote.sample != Sample::No {
-                            proc.sampled = now;
-                        } else if scenario.events && quote.known && now - proc.sampled >= CLOSE_EVERY_NS {
-                            proc.costs.glance(quote);
+                        if scenario.events && quote.known && now - proc.sampled >= CLOSE_EVERY_NS {
+                            proc.costs.measure_soon(quote);
                             proc.sampled = now;
                         }
                     }
@@ -434,14 +435,17 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                     };
                     let left = mean * 4 / 5 + random.below(mean * 2 / 5 + 1);
                     cont.longest = cont.longest.max(left);
-                    let sample = quote.filter(|quote| quote.sample != Sample::No).map(|quote| Measurement {
+                    let has_place =
+                        card.queues[p].iter().filter(|kernel| kernel.sample.is_some()).count() < PLACES;
+                    let picked = quote.filter(|quote| quote.sample != Sample::No && has_place);
+                    let sample = picked.map(|quote| Measurement {
                         key,
                         ns: 0,
                         host_ns: 0,
                         paid_ns: quote.ns,
                         sample: quote.sample,
                     });
-                    if quote.is_some_and(|quote| quote.sample == Sample::First) {
+                    if sample.is_some_and(|sample| sample.sample == Sample::First) {
                         proc.flying.entry(key.get()).or_insert(now);
                     }
                     card.queues[p].push_back(Kernel { left, sample, started: None });
