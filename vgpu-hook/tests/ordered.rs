@@ -102,6 +102,9 @@ fn graphs_launched_one_after_the_other_share_what_the_pool_holds() {
     // In another stream it may run at the same time.
     session.refused("launch-in f t");
     assert_eq!(session.agree("refused"), 150 * MIB + own);
+    // What was refused runs beside nothing.
+    session.done("launch-in f s");
+    assert_eq!(session.agree("after a refusal"), 150 * MIB + own);
     session.done("sync");
     session.done("launch-in f t");
     assert_eq!(session.agree("all else was over"), 140 * MIB + own);

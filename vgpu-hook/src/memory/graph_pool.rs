@@ -46,6 +46,15 @@ pub(super) struct Launch {
     pub(super) keeps: bool,
 }
 
+/// What the pool may have to hold with a launch, and how it is to be known if the launch comes to be.
+struct Needed {
+    bytes: u64,
+    /// The stream of the launches before, and with this one.
+    streams: [u64; 2],
+    sum: u64,
+    turn: u64,
+}
+
 /// What the driver says that the pool holds.
 fn reserved(container: &Container, card: &Card) -> Option<u64> {
     let ask = driver::function!(
@@ -134,19 +143,21 @@ impl Pool {
     }
 
     /// What the pool may have to hold in all with a launch that needs `bytes`; `first` tells the pool's turn, and answers
-    /// whether it is the graph's first launch in that.
-    fn needed(&self, launch: &Launch, bytes: u64, first: &impl Fn(u64) -> bool) -> u64 {
+    /// whether it would be the graph's first launch in that.
+    fn needed(&self, launch: &Launch, bytes: u64, first: &impl Fn(u64) -> bool) -> Needed {
         if self.charged.load(Relaxed) == 0 {
             self.stream.store(NOWHERE, Relaxed);
             self.sum.store(0, Relaxed);
             self.turn.fetch_add(1, Relaxed);
         }
+        let turn = self.turn.load(Relaxed);
         let before = self.sum.load(Relaxed);
-        let sum = if first(self.turn.load(Relaxed)) { before.saturating_add(bytes) } else { before };
-        let is_alone = [NOWHERE, launch.stream].contains(&self.stream.load(Relaxed)) && !launch.keeps;
-        self.sum.store(sum, Relaxed);
-        self.stream.store(if is_alone { launch.stream } else { SEVERAL }, Relaxed);
-        if is_alone && launch.stream != SEVERAL { bytes } else { sum }
+        let sum = if first(turn) { before.saturating_add(bytes) } else { before };
+        let others = self.stream.load(Relaxed);
+        let is_alone = [NOWHERE, launch.stream].contains(&others) && !launch.keeps;
+        let stream = if is_alone { launch.stream } else { SEVERAL };
+        let bytes = if stream == SEVERAL { sum } else { bytes };
+        Needed { bytes, streams: [others, stream], sum, turn }
     }
 
     /// Claims what a launch lacks that needs `bytes`; `None` where the limit has no room for it.
@@ -160,19 +171,21 @@ impl Pool {
     ) -> Option<Part<'c>> {
         let held = self.lock.lock();
         let reserved = self.follow(container, card, &held);
-        let missing = |reserved| self.needed(launch, bytes, &first).saturating_sub(reserved).min(bytes);
+        let mut needed = self.needed(launch, bytes, &first);
+        let missing = |needed: &Needed, reserved| needed.bytes.saturating_sub(reserved).min(bytes);
         // All of it first, in case the driver shares less than it could.
-        let claims = [bytes, missing(reserved)];
+        let claims = [bytes, missing(&needed, reserved)];
         let claim =
             claims.into_iter().find_map(|bytes| charge::try_ask(container, card, bytes)).or_else(|| {
-                let is_less = self.trim(container, card, &held);
-                is_less
-                    .then(|| charge::try_ask(container, card, missing(self.charged.load(Relaxed))))
-                    .flatten()
+                if !self.trim(container, card, &held) {
+                    return None;
+                }
+                needed = self.needed(launch, bytes, &first);
+                charge::try_ask(container, card, missing(&needed, self.charged.load(Relaxed)))
             })?;
         // A trim may have changed it.
         let before = self.charged.load(Relaxed);
-        Some(Part { card, pool: self, held, claim, before })
+        Some(Part { card, pool: self, held, claim, before, needed })
     }
 }
 
@@ -184,12 +197,22 @@ pub(super) struct Part<'c> {
     claim: Claim,
     /// What the pool held before the launch.
     before: u64,
+    needed: Needed,
 }
 
 impl Part<'_> {
+    /// The turn of the pool in which this is.
+    pub(super) fn turn(&self) -> u64 {
+        self.needed.turn
+    }
+
     /// The driver has launched; whether it took no more than was claimed.
     pub(super) fn settle(self, container: &Container) -> bool {
-        let Self { card, pool, held, claim, before } = self;
+        let Self { card, pool, held, claim, before, needed } = self;
+        pool.sum.store(needed.sum, Relaxed);
+        // Unless the others' stream is gone meanwhile.
+        let [others, stream] = needed.streams;
+        let _ = pool.stream.compare_exchange(others, stream, Relaxed, Relaxed);
         let after = reserved(container, card).unwrap_or(before);
         let (grown, claimed) = (after.saturating_sub(before), claim.bytes());
         charge::settle_at(card, claim, grown);

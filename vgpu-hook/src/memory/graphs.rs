@@ -153,9 +153,14 @@ impl Graphs {
         Some(wanted)
     }
 
-    /// Notes that a graph is launched in a turn of a card's pool; whether that is its first launch in it.
+    /// Whether no launch of a graph was in this turn of a card's pool.
     fn is_first(&self, executable: u64, card: &Card, turn: u64) -> bool {
-        self.executables.swap_size(turn_on(executable, card.index), turn) != Some(turn)
+        self.executables.get(turn_on(executable, card.index)).is_none_or(|entry| entry.size != turn)
+    }
+
+    /// Notes that a graph is launched in a turn of a card's pool.
+    fn launched(&self, executable: u64, card: &Card, turn: u64) {
+        let _ = self.executables.swap_size(turn_on(executable, card.index), turn);
     }
 
     /// As [`Self::try_observe_all`].
@@ -198,7 +203,7 @@ unsafe fn instantiating(
         if upload.is_some() {
             // Its pools know it already.
             for card in container.cards() {
-                graphs.is_first(handle, card, graphs.pool(card).map_or(0, Pool::turn));
+                graphs.launched(handle, card, graphs.pool(card).map_or(0, Pool::turn));
             }
         }
         graphs.observe_all(container);
@@ -262,6 +267,9 @@ fn around(
     let mut is_unforeseen = wanted.is_unforeseen;
     for part in parts.into_iter().flatten() {
         if result.is_ok() {
+            if executable != 0 {
+                graphs.launched(executable, part.card, part.turn());
+            }
             is_unforeseen |= !part.settle(container);
         } else {
             part.undo(container, result);

@@ -7,6 +7,7 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_region::MAX_DEVICES;
 
+use super::current_context;
 use crate::container::Card;
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver::{self, Function, Library, elf};
@@ -67,12 +68,13 @@ fn free_in(context: u64) -> Option<u64> {
 
 /// The device of a context that need not be current.
 pub(super) fn device_of(context: u64) -> Option<CUdevice> {
-    within(context, || {
+    let current = || {
         let ask = driver::function!(cuCtxGetDevice: unsafe extern "C" fn(*mut CUdevice) -> CUresult)?;
         let mut device = -1;
         // SAFETY: the driver writes one number.
         unsafe { ask(&raw mut device) }.is_ok().then_some(device)
-    })
+    };
+    if context == current_context() { current() } else { within(context, current) }
 }
 
 /// Asks with a context as the current one.
