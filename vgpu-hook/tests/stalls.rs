@@ -166,6 +166,26 @@ fn nobody_waits_while_what_was_refused_is_taken_back() {
     }
 }
 
+/// A context is made while an image is loaded for long, or the other way round; each of them may be over first. The context is
+/// charged in advance.
+#[test]
+#[ignore = "needs the built library"]
+fn a_context_and_an_image_at_once_are_charged_what_both_take() {
+    // µs before and after the image's memory is given, and before the context is made.
+    for (first, load, make) in [
+        ("image", "1700000", "3000000"),
+        ("image", "2500000", "0"),
+        ("context", "1500000", "3700000"),
+        ("context", "500000", "4500000"),
+    ] {
+        let mut place = Place::new().contexts_of(64).limited(512 * MIB);
+        place.set("FAKE_CUDA_LOAD_US", load);
+        place.set("FAKE_CUDA_SLOW", &format!("cuCtxCreate_v2:1:{make}"));
+        let told = told(&place, &["both", first]);
+        assert_eq!((told["charged"], told["given"]), (228 * MIB, 228 * MIB), "{first} first: {load}, {make}");
+    }
+}
+
 /// Of an image that was refused the block stays that another one has got into.
 #[test]
 #[ignore = "needs the built library"]

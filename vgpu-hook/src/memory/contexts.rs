@@ -199,8 +199,7 @@ impl<'c> Making<'c> {
     }
 
     fn failed(self, result: CUresult) {
-        self.measurement.abandon();
-        charge::undo_advance(self.card, self.paid, result);
+        self.measurement.abandon_and(|| charge::undo_advance(self.card, self.paid, result));
     }
 
     /// Charges a context just made, or ends it by `release` where the limit has no room for it; whether it had.

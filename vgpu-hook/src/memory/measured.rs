@@ -138,6 +138,8 @@ pub(super) struct Measurement<'c> {
     newcomers: [u32; 2],
     /// Whether nothing disturbed the look at the beginning.
     was_quiet: bool,
+    /// Charged in advance for what is measured, and so not for what others find meanwhile: all count from a beginning after it.
+    paid: u64,
 }
 
 impl Measuring {
@@ -378,21 +380,25 @@ impl Measuring {
         from: From,
         alone: bool,
     ) -> Measurement<'c> {
-        self.begin_in_turn(container, card, from, alone, false, || ())
+        self.begin_in_turn(container, card, from, alone, false, || 0)
     }
 
     /// The same for a context, which may be the first of this process on the card. `pay` charges something in advance,
     /// which must not look like something that came while another measurement was under way.
-    pub(super) fn begin_context<'c, T>(
+    pub(super) fn begin_context<'c>(
         &self,
         container: &'static Container,
         card: &'c Card,
         other: Option<u64>,
-        pay: impl FnOnce() -> Option<T>,
-    ) -> Option<(Measurement<'c>, T)> {
+        pay: impl FnOnce() -> Option<u64>,
+    ) -> Option<(Measurement<'c>, u64)> {
         let from = other.map_or(From::Nowhere, From::Context);
         let mut paid = None;
-        let measurement = self.begin_in_turn(container, card, from, true, other.is_none(), || paid = pay());
+        let pay = || {
+            paid = pay();
+            paid.unwrap_or(0)
+        };
+        let measurement = self.begin_in_turn(container, card, from, true, other.is_none(), pay);
         let Some(paid) = paid else {
             measurement.abandon();
             return None;
@@ -407,10 +413,10 @@ impl Measuring {
         from: From,
         alone: bool,
         is_first: bool,
-        prepare: impl FnOnce(),
+        pay: impl FnOnce() -> u64,
     ) -> Measurement<'c> {
         let _held = self.lock_in_turn(card, TURN_NS);
-        prepare();
+        let paid = pay();
         let mut newcomers = [0; 2];
         let seen = self.look(container, card, from, alone, 0);
         let mut bases = [seen.seen(BY_CUDA), seen.seen(BY_NVML), seen.own()];
@@ -424,13 +430,16 @@ impl Measuring {
         }
         if let Some(under_way) = self.under_way(card) {
             let is_only = under_way.begins();
+            if !is_only {
+                under_way.move_base(-signed(paid));
+            }
             for (base, seen) in under_way.base.iter().zip(bases) {
                 if is_only || base.load(Relaxed) == NONE {
                     base.store(seen.unwrap_or(NONE), Relaxed);
                 }
             }
         }
-        Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet }
+        Measurement { container, card, from, alone, newcomers, was_quiet: seen.is_quiet, paid }
     }
 
     /// A block is charged for a small array that may be what another thread's measurement is about to find: because it was seen
@@ -474,17 +483,24 @@ impl Measuring {
 impl Measurement<'_> {
     /// Nothing came of it.
     pub(super) fn abandon(self) {
+        self.abandon_and(|| ());
+    }
+
+    /// The same; `undo` takes off what was charged in advance, before anybody else looks.
+    pub(super) fn abandon_and(self, undo: impl FnOnce()) {
         let measuring = &self.container.books.measuring;
         measuring.stir(self.card);
         let _held = measuring.lock.lock();
+        undo();
         if let Some(under_way) = measuring.under_way(self.card) {
+            under_way.move_base(signed(self.paid));
             under_way.ends();
         }
     }
 
     /// Ends it: `settle` charges what was taken, before anybody else looks. `None` where nothing could be seen.
     pub(super) fn end<T>(self, settle: impl FnOnce(&Alone<'_>, Option<Taken>) -> T) -> T {
-        let Self { container, card, from, alone, newcomers, was_quiet } = self;
+        let Self { container, card, from, alone, newcomers, was_quiet, paid } = self;
         let measuring = &container.books.measuring;
         let held = measuring.lock.lock();
         measuring.stir(card);
@@ -498,6 +514,8 @@ impl Measurement<'_> {
         let [unclear, clear] = [&under_way.unclear, &under_way.clear].map(|calls| calls.swap(0, Relaxed));
         let spare = container.books.small_arrays.spare(card);
         let taken = difference(&seen, &under_way.base).map(|taken| taken.undoubted(unclear, clear, spare));
+        // From now on it is charged for what was found.
+        under_way.move_base(signed(paid));
         under_way.ends();
         settle(&looking, taken)
     }

@@ -74,6 +74,13 @@ impl UnderWay {
         is_only
     }
 
+    /// What was charged in advance for one counts, or no longer, as charged before the beginning.
+    pub(super) fn move_base(&self, bytes: i64) {
+        for base in self.base.iter().filter(|base| base.load(Relaxed) != NONE) {
+            base.fetch_add(bytes, Relaxed);
+        }
+    }
+
     /// One has ended.
     pub(super) fn ends(&self) {
         if self.count.fetch_sub(1, Relaxed) == 1 {

@@ -1,6 +1,6 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
-// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`. Compiled with -DLIBRARY it is a library whose constructor
+// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`. Compiled with -DLIBRARY it is a library whose constructor
 // makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -265,6 +265,32 @@ static void *too_large(void *unused) {
   return unused;
 }
 
+static void *load_large(void *unused) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 100 << 20 };
+  void *module;
+  must(cuCtxSetCurrent(context));
+  must(cuModuleLoadData(&module, image));
+  return unused;
+}
+
+static void *make_context(void *unused) {
+  void *other;
+  must(cuCtxCreate_v2(&other, 0, 0));
+  return unused;
+}
+
+// An image is loaded and a context made, the one of them when the other has been under way for long.
+static void context_and_image(int is_image_first) {
+  pthread_t first;
+  pthread_create(&first, 0, is_image_first ? load_large : make_context, 0);
+  until(is_image_first ? "cuModuleLoadData" : "cuCtxCreate_v2", 1);
+  if (is_image_first) make_context(0);
+  else load_large(0);
+  pthread_join(first, 0);
+  must(cuCtxSetCurrent(context));
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+}
+
 static void *one_too_many(void *unused) {
   ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 4096 };
   void *module;
@@ -346,6 +372,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
+  else if (!strcmp(argv[1], "both")) context_and_image(!strcmp(argv[2], "image"));
   else if (!strcmp(argv[1], "shares")) image_in_the_block_of_a_refused_one(atol(argv[2]));
   else if (!strcmp(argv[1], "refused")) array_beside_what_is_refused(!strcmp(argv[2], "heap"));
   else if (!strcmp(argv[1], "load")) {
