@@ -35,7 +35,7 @@ const WATCH: u16 = 32;
 const SOON: u32 = 8;
 /// So many measurements in a row, of which the first is such a one and each of more than twice the mean, are of a function that
 /// takes longer now.
-const RISES: u8 = 6;
+const RISES: u8 = 4;
 /// A launch and its two events take a few us, and tens of them on a busy machine. What takes longer was held up.
 const SLOW_HOST_NS: u64 = 100_000;
 /// In [`Entry::watch`]: the last measurement was of nothing.
@@ -144,15 +144,18 @@ impl Entry {
     #[inline]
     pub(crate) fn sample(&self) -> Sample {
         let seen = self.seen.load(Relaxed);
-        if self.is_watched() || seen == self.close_at.load(Relaxed) {
-            return Sample::Close;
-        }
         let rate = match self.rate.load(Relaxed) {
             EACH => return Sample::Chance,
             SELDOM if self.is_young() => SELDOM_YOUNG,
             rate => rate,
         };
-        if is_picked(seen, rate) { Sample::Chance } else { Sample::No }
+        if is_picked(seen, rate) {
+            Sample::Chance
+        } else if self.is_watched() || seen == self.close_at.load(Relaxed) {
+            Sample::Close
+        } else {
+            Sample::No
+        }
     }
 
     /// Enters a launch that went for `ns`.
@@ -178,7 +181,7 @@ impl Entry {
 
     /// Enters a measurement: see [`crate::Costs::measured`].
     pub(crate) fn measured(&self, measurement: &Measurement) -> Correction {
-        let old = self.cost();
+        let (old, watched) = (self.cost(), self.is_watched());
         let ns = believable(measurement, old);
         if !self.believes(ns, old) {
             return Correction::None;
@@ -203,7 +206,10 @@ impl Entry {
             self.rises.store(0, Relaxed);
             None
         };
-        if owed.is_none() && (young || measurement.sample == Sample::Chance) {
+        // While each launch is measured the mean only rises: it is for those that are not, and what was seen last must not be
+        // forgotten before one of them has paid it.
+        let counts = !watched || ns > old || self.rate.load(Relaxed) == EACH;
+        if owed.is_none() && (young || (measurement.sample == Sample::Chance && counts)) {
             self.cost.store((old - old / 4 + ns / 4).max(1), Relaxed);
         }
         // What those paid that went before anything was known was settled by the first one.
