@@ -209,7 +209,9 @@ impl Entry {
         // While each launch is measured the mean only rises: it is for those that are not, and what was seen last must not be
         // forgotten before one of them has paid it.
         let counts = !watched || ns > old || self.rate.load(Relaxed) == EACH;
-        if owed.is_none() && (young || (measurement.sample == Sample::Chance && counts)) {
+        // Nothing that came twice is looked at closely until it counts.
+        let nothing = believable(measurement, old) < LEAST_NS;
+        if owed.is_none() && (young || nothing || (measurement.sample == Sample::Chance && counts)) {
             self.cost.store((old - old / 4 + ns / 4).max(1), Relaxed);
         }
         // What those paid that went before anything was known was settled by the first one.

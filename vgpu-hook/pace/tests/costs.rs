@@ -261,6 +261,26 @@ fn a_measurement_of_nothing_is_believed_when_it_comes_twice() {
     }
 }
 
+/// An empty kernel, of which one launch was held up once.
+#[test]
+fn measurements_of_nothing_do_not_keep_each_launch_measured() {
+    let costs = Costs::new();
+    for _ in 0..9 {
+        let _ = measure(&costs, key(1), 200);
+    }
+    let _ = measure(&costs, key(1), 60_000);
+    let measured = (0..1_000).filter(|_| {
+        let quote = launch(&costs, key(1));
+        let measured = quote.sample != Sample::No;
+        if measured {
+            let _ = took(&costs, key(1), &quote, 200);
+        }
+        measured
+    });
+    let measured = measured.count();
+    assert!(measured <= 100, "{measured}");
+}
+
 /// Graphs that are made anew for each step: known by those before them, and charged what they took although they are gone
 /// when that is known.
 #[test]
