@@ -186,7 +186,7 @@ impl Entry {
         if !self.believes(ns, old) {
             return Correction::None;
         }
-        let ns = ns.clamp(LEAST_NS, MOST_NS);
+        let (nothing, ns) = (ns < LEAST_NS, ns.clamp(LEAST_NS, MOST_NS));
         let young = self.is_young();
         self.measured.store((self.measured.load(Relaxed) + 1).min(YOUNG), Relaxed);
         self.rate_by(ns, measurement.sample);
@@ -209,8 +209,7 @@ impl Entry {
         // While each launch is measured the mean only rises: it is for those that are not, and what was seen last must not be
         // forgotten before one of them has paid it.
         let counts = !watched || ns > old || self.rate.load(Relaxed) == EACH;
-        // Nothing that came twice is looked at closely until it counts.
-        let nothing = believable(measurement, old) < LEAST_NS;
+        // A measurement of nothing counts as well once it is believed: its function would be looked at closely for ever.
         if owed.is_none() && (young || nothing || (measurement.sample == Sample::Chance && counts)) {
             self.cost.store((old - old / 4 + ns / 4).max(1), Relaxed);
         }
