@@ -4,7 +4,7 @@ use core::cmp::Ordering;
 use core::ffi::{c_int, c_uint};
 
 use super::blocks::{BLOCK, round_up};
-use super::contexts::MOST;
+use super::context_charge::MOST;
 use super::looks::From;
 use super::{Kind, charge, here, key_of};
 use crate::container::{Card, Container};

@@ -5,7 +5,8 @@ use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_accounting::Entry;
 
-use super::contexts::{MOST, any_context, card_of, make_primary, primary_left, release_at_driver};
+use super::context_charge::MOST;
+use super::contexts::{any_context, card_of, make_primary, primary_left, release_at_driver};
 use super::looks::{self, From};
 use super::{Kind, Pass, charge, counted, key_of};
 use crate::container::{Card, Container};

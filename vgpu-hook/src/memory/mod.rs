@@ -28,6 +28,7 @@ mod arrays;
 mod at_driver;
 mod blocks;
 mod charge;
+mod context_charge;
 mod context_limits;
 mod contexts;
 mod graph_nodes;
