@@ -12,13 +12,6 @@ use common::{pairs, run_within};
 use mullion_region::usage;
 use sessions::{MIB, OUT_OF_MEMORY, Place};
 
-/// Bytes charged for a card, and bytes that it gave to the session.
-macro_rules! card {
-    ($place:ident, $session:ident, $card:literal) => {
-        ($place.hot().cards[$card].total, $session.ask(concat!("given ", $card))[1])
-    };
-}
-
 #[test]
 #[ignore = "needs the built library"]
 fn a_pool_of_another_card_is_charged_there() {
@@ -27,14 +20,14 @@ fn a_pool_of_another_card_is_charged_there() {
         let mut session = place.ready();
         session.done(pool);
         session.done("from-pool a p 40000000");
-        let (charged, given) = card!(place, session, 1);
+        let (charged, given) = place.card(&mut session, 1);
         assert!(charged == given && given >= 40_000_000, "{pool}: charged {charged}, given {given}");
         assert_eq!(session.agree("memory of card 1"), 0, "{pool}");
         session.refused("from-pool b p 100000000");
         session.done("free-async a");
         session.done("sync");
         session.done("trim p 0");
-        assert_eq!(card!(place, session, 1), (0, 0), "{pool}");
+        assert_eq!(place.card(&mut session, 1), (0, 0), "{pool}");
         assert_eq!(session.agree("all of it freed"), 0, "{pool}");
     }
 }
@@ -47,14 +40,14 @@ fn a_graphs_memory_is_charged_to_the_card_of_its_nodes() {
     session.done("graph large 200000000 1");
     session.done("graph g 40000000 1");
     assert_eq!(session.ask("launch large"), [OUT_OF_MEMORY]);
-    assert_eq!(card!(place, session, 1), (0, 0));
+    assert_eq!(place.card(&mut session, 1), (0, 0));
     session.done("launch g");
-    let (charged, given) = card!(place, session, 1);
+    let (charged, given) = place.card(&mut session, 1);
     assert!(charged == given && given >= 40_000_000, "charged {charged}, given {given}");
     assert_eq!(session.agree("memory of card 1"), 0);
     session.done("sync");
     session.done("trim-graphs 1");
-    assert_eq!(card!(place, session, 1), (0, 0));
+    assert_eq!(place.card(&mut session, 1), (0, 0));
 }
 
 #[test]
@@ -67,13 +60,13 @@ fn a_graph_with_memory_on_two_cards_is_held_to_both_limits() {
     for (name, first, second) in [("g", 100, 90), ("h", 250, 40), ("i", 30, 90)] {
         session.done(&format!("graph-on-two {name} {} {}", first * MIB, second * MIB));
         assert_eq!(session.ask(&format!("launch {name}")), [OUT_OF_MEMORY], "{first} and {second} MiB");
-        assert_eq!(card!(place, session, 0), (0, 0), "{first} and {second} MiB");
-        assert_eq!(card!(place, session, 1), (0, 0), "{first} and {second} MiB");
+        assert_eq!(place.card(&mut session, 0), (0, 0), "{first} and {second} MiB");
+        assert_eq!(place.card(&mut session, 1), (0, 0), "{first} and {second} MiB");
     }
     session.done(&format!("graph-on-two fits {} {}", 100 * MIB, 40 * MIB));
     session.done("launch fits");
-    assert_eq!(card!(place, session, 0), (100 * MIB, 100 * MIB));
-    assert_eq!(card!(place, session, 1), (40 * MIB, 40 * MIB));
+    assert_eq!(place.card(&mut session, 0), (100 * MIB, 100 * MIB));
+    assert_eq!(place.card(&mut session, 1), (40 * MIB, 40 * MIB));
     session.refused(&format!("alloc a {}", 101 * MIB));
     session.done(&format!("alloc b {}", 99 * MIB));
     session.done("destroy-graph fits");
@@ -92,7 +85,7 @@ fn a_graphs_memory_is_found_however_deep_it_lies() {
         assert_eq!(session.ask("launch large"), [OUT_OF_MEMORY], "{depth} deep");
         session.done(&format!("graph-within g {} {depth}", 40 * MIB));
         session.done("launch g");
-        assert_eq!(card!(place, session, 0), (40 * MIB, 40 * MIB), "{depth} deep");
+        assert_eq!(place.card(&mut session, 0), (40 * MIB, 40 * MIB), "{depth} deep");
         assert_eq!(session.agree("after the launch"), 40 * MIB, "{depth} deep");
     }
 }
@@ -105,14 +98,14 @@ fn a_graph_that_cannot_be_read_is_charged_after_its_launch() {
     session.done("fail cuGraphGetNodes 999 1");
     session.done(&format!("graph g {} 0", 300 * MIB));
     session.done("launch g");
-    let (charged, given) = card!(place, session, 0);
+    let (charged, given) = place.card(&mut session, 0);
     // What the graph frees at its end is not kept beyond the limit.
     assert_eq!(charged, given, "after the launch");
     assert!(given <= 128 * MIB, "given {given}");
     session.done("fail cuGraphGetNodes 999 1");
     session.done(&format!("graph-within kept {} 0", 300 * MIB));
     session.done("launch kept");
-    assert_eq!(card!(place, session, 0), (300 * MIB, 300 * MIB));
+    assert_eq!(place.card(&mut session, 0), (300 * MIB, 300 * MIB));
     session.refused("alloc a 512");
     assert_eq!(session.ask("launch g"), [OUT_OF_MEMORY]);
 }
@@ -138,20 +131,20 @@ fn the_primary_context_that_a_green_one_makes_is_charged() {
     let mut session = place.session();
     session.done("init");
     session.done("green g 0");
-    let (charged, given) = card!(place, session, 0);
+    let (charged, given) = place.card(&mut session, 0);
     assert!(charged == given && given >= 100 * MIB, "charged {charged}, given {given}");
     session.done("primary 0");
     session.agree("the primary context, by its own name");
     session.done("release-primary 0");
-    assert_eq!(card!(place, session, 0), (given, given));
+    assert_eq!(place.card(&mut session, 0), (given, given));
     session.done("destroy-green g");
-    assert_eq!(card!(place, session, 0), (0, 0));
+    assert_eq!(place.card(&mut session, 0), (0, 0));
 
     let place = Place::new().contexts_of(100).limited(64 * MIB);
     let mut session = place.session();
     session.done("init");
     assert_eq!(session.ask("green g 0"), [OUT_OF_MEMORY, 0]);
-    assert_eq!(card!(place, session, 0), (0, 0));
+    assert_eq!(place.card(&mut session, 0), (0, 0));
 }
 
 #[test]

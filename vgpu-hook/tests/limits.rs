@@ -10,11 +10,9 @@ mod common;
 mod sessions;
 
 use std::fs::File;
-use std::io::Write;
 use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -23,35 +21,7 @@ use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use sessions::{MIB, Place, Session, in_container, write_at};
-
-/// What `cuInit` answers, and what is said on stderr.
-fn start(command: Command) -> (u64, String) {
-    let mut command = command;
-    command.stderr(std::process::Stdio::piped());
-    let mut session = Session::start(command);
-    let result = session.ask("init")[0];
-    // Fail closed: a program that does not look at the result gets no memory either.
-    if result != 0 {
-        session.ask("primary 0");
-        assert_ne!(session.ask("alloc a 512")[0], 0);
-    }
-    (result, end(session))
-}
-
-/// Ends a program; what it said on stderr.
-fn end(session: Session) -> String {
-    let mut child = session.child;
-    drop(child.stdin.take());
-    child.kill().unwrap();
-    let output = child.wait_with_output().unwrap();
-    String::from_utf8(output.stderr).unwrap()
-}
-
-fn one_line(text: &str, code: &str) {
-    assert!(text.starts_with(&format!("mullion: {code}: ")), "{text:?}");
-    assert_eq!(text.lines().count(), 1, "{text}");
-}
+use sessions::{MIB, Place, Session, end, in_container, one_line, start, write_at};
 
 #[test]
 #[ignore = "needs the built library"]
@@ -460,56 +430,6 @@ fn processes_that_see_other_cards_share_one_file() {
     assert_eq!(second.used(), 4 * MIB);
     second.done("primary 0");
     assert_eq!(second.used(), 0);
-}
-
-/// A region of HAMi's library: its size, its header, one process.
-fn hami_file(path: &Path, pid: i32) {
-    let image = usage::image(&UsageSpec { devices: Devices::new(), priority: 1 });
-    let mut file = File::create(path).unwrap();
-    file.write_all(&vec![0; usage::HAMI_LEN + 1]).unwrap();
-    for (offset, bytes) in image.writes() {
-        if offset < usage::EXTENSION_AT as u64 {
-            file.write_all_at(bytes, offset).unwrap();
-        }
-    }
-    hami_process(path, 0, pid);
-}
-
-fn hami_process(path: &Path, slot: usize, pid: i32) {
-    let at = usage::slot_offset(slot).unwrap();
-    write_at(path, &pid.to_le_bytes(), at);
-    write_at(path, &1_i32.to_le_bytes(), at + 1928);
-    let count = i32::try_from(slot + 1).unwrap();
-    write_at(path, &count.to_le_bytes(), usage::PROC_NUM_AT);
-}
-
-#[test]
-#[ignore = "needs the built library"]
-fn a_process_of_hamis_library_is_not_overlooked() {
-    let place = Place::new().limited(64 * MIB);
-    // A file that nobody uses any more gets the extension.
-    hami_file(&place.usage(), 0x7fff_fff0);
-    let mut session = place.ready();
-    session.done("alloc a 67108864");
-    session.kill();
-
-    let place = Place::new().limited(64 * MIB);
-    let alive = i32::try_from(std::process::id()).unwrap();
-    hami_file(&place.usage(), alive);
-    let (result, said) = start(place.command("session"));
-    assert_eq!(result, 304);
-    one_line(&said, "ForeignProcess");
-
-    // In a file of ours: whoever comes later refuses.
-    let place = Place::new().limited(64 * MIB);
-    let first = place.ready();
-    hami_process(&place.usage(), 1, alive);
-    let (result, said) = start(place.command("session"));
-    assert_eq!(result, 304);
-    one_line(&said, "ForeignProcess");
-    assert_eq!(place.hot().foreign, 1);
-    assert_eq!(place.hot().refused, 1);
-    first.end();
 }
 
 /// What a program sees that makes a context, and what it says on stderr.

@@ -5,12 +5,16 @@ mod common;
 mod sessions;
 
 use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use mullion_region::{extension, usage};
+use mullion_region::usage::{self, UsageSpec};
+use mullion_region::{Devices, extension};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use sessions::{MIB, Place, Session, write_at};
+use sessions::{MIB, Place, Session, one_line, start, write_at};
 
 #[test]
 #[ignore = "needs the built library"]
@@ -248,4 +252,54 @@ fn an_overlay_file_system_works_as_well() {
     });
     umount2(&merged, MntFlags::MNT_DETACH).unwrap();
     checked.unwrap();
+}
+
+/// A region of HAMi's library: its size, its header, one process.
+fn hami_file(path: &Path, pid: i32) {
+    let image = usage::image(&UsageSpec { devices: Devices::new(), priority: 1 });
+    let mut file = File::create(path).unwrap();
+    file.write_all(&vec![0; usage::HAMI_LEN + 1]).unwrap();
+    for (offset, bytes) in image.writes() {
+        if offset < usage::EXTENSION_AT as u64 {
+            file.write_all_at(bytes, offset).unwrap();
+        }
+    }
+    hami_process(path, 0, pid);
+}
+
+fn hami_process(path: &Path, slot: usize, pid: i32) {
+    let at = usage::slot_offset(slot).unwrap();
+    write_at(path, &pid.to_le_bytes(), at);
+    write_at(path, &1_i32.to_le_bytes(), at + 1928);
+    let count = i32::try_from(slot + 1).unwrap();
+    write_at(path, &count.to_le_bytes(), usage::PROC_NUM_AT);
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_process_of_hamis_library_is_not_overlooked() {
+    let place = Place::new().limited(64 * MIB);
+    // A file that nobody uses any more gets the extension.
+    hami_file(&place.usage(), 0x7fff_fff0);
+    let mut session = place.ready();
+    session.done("alloc a 67108864");
+    session.kill();
+
+    let place = Place::new().limited(64 * MIB);
+    let alive = i32::try_from(std::process::id()).unwrap();
+    hami_file(&place.usage(), alive);
+    let (result, said) = start(place.command("session"));
+    assert_eq!(result, 304);
+    one_line(&said, "ForeignProcess");
+
+    // In a file of ours: whoever comes later refuses.
+    let place = Place::new().limited(64 * MIB);
+    let first = place.ready();
+    hami_process(&place.usage(), 1, alive);
+    let (result, said) = start(place.command("session"));
+    assert_eq!(result, 304);
+    one_line(&said, "ForeignProcess");
+    assert_eq!(place.hot().foreign, 1);
+    assert_eq!(place.hot().refused, 1);
+    first.end();
 }

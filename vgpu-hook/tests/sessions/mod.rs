@@ -128,6 +128,11 @@ impl Place {
         extension::read_hot(&bytes).unwrap()
     }
 
+    /// Bytes charged for a card, and bytes that it gave to the session.
+    pub fn card(&self, session: &mut Session, card: usize) -> (u64, u64) {
+        (self.hot().cards[card].total, session.ask(&format!("given {card}"))[1])
+    }
+
     /// C and B of a slot on card 0.
     pub fn slot(&self, slot: usize) -> extension::Slot {
         let mut bytes = [0; extension::SLOT_SIZE];
@@ -233,6 +238,34 @@ impl Session {
         drop(self.stdin);
         assert!(self.child.wait().unwrap().success());
     }
+}
+
+/// What `cuInit` answers, and what is said on stderr.
+pub fn start(mut command: Command) -> (u64, String) {
+    command.stderr(Stdio::piped());
+    let mut session = Session::start(command);
+    let result = session.ask("init")[0];
+    // Fail closed: a program that does not look at the result gets no memory either.
+    if result != 0 {
+        session.ask("primary 0");
+        assert_ne!(session.ask("alloc a 512")[0], 0);
+    }
+    (result, end(session))
+}
+
+/// Ends a program; what it said on stderr.
+pub fn end(session: Session) -> String {
+    let mut child = session.child;
+    drop(child.stdin.take());
+    child.kill().unwrap();
+    let output = child.wait_with_output().unwrap();
+    String::from_utf8(output.stderr).unwrap()
+}
+
+/// A refusal is told in one line that begins with its code.
+pub fn one_line(text: &str, code: &str) {
+    assert!(text.starts_with(&format!("mullion: {code}: ")), "{text:?}");
+    assert_eq!(text.lines().count(), 1, "{text}");
 }
 
 /// Runs a command in a mount namespace of its own in which `/usr/local/vgpu` holds the files of `folder`, the control page
