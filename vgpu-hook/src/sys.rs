@@ -34,6 +34,10 @@ impl Errno {
     pub(crate) const ACCES: Self = Self(13);
     /// It is there already.
     pub(crate) const EXIST: Self = Self(17);
+    /// Too many open files.
+    pub(crate) const MFILE: Self = Self(24);
+    /// The file would be too large.
+    pub(crate) const FBIG: Self = Self(27);
     /// No space on the device.
     pub(crate) const NOSPC: Self = Self(28);
     /// The name is too long.
@@ -64,13 +68,33 @@ pub(crate) const O_NOFOLLOW: c_int = 0o100_000;
 pub(crate) const O_CLOEXEC: c_int = 0o2_000_000;
 const AT_FDCWD: isize = -100;
 
-/// Opens `path`; `mode` counts with [`O_CREAT`] and is narrowed by the program's umask.
+/// The program's own, whether it has them open or not: what it, the C library or this library says is written to these.
+const STANDARD: c_int = 3;
+
+/// Opens `path`; `mode` counts with [`O_CREAT`] and is narrowed by the program's umask. The descriptor is none of the
+/// standard ones, also where the program has closed those: else lines meant for stderr would be written into the file.
 pub(crate) fn open(path: &CStr, flags: c_int, mode: u32) -> Result<Fd, Errno> {
     // SAFETY: `path` is a NUL-terminated string that outlives the call.
     let fd = unsafe {
         syscall(number::OPENAT, [AT_FDCWD, path.as_ptr() as isize, flags as isize, mode as isize, 0, 0])
     };
-    check(fd).map(|fd| Fd(c_int::try_from(fd).unwrap_or(-1)))
+    let fd = check(fd).map(|fd| Fd(c_int::try_from(fd).unwrap_or(-1)))?;
+    if fd.0 >= STANDARD {
+        return Ok(fd);
+    }
+    let moved = fd.duplicate_above(STANDARD).map_err(|_| Errno::MFILE);
+    fd.close();
+    moved
+}
+
+/// A write beyond the program's limit on the size of files (`ulimit -f`) raises a signal that ends it: here it is an error.
+fn within_file_limit(end: u64) -> Result<(), Errno> {
+    const RLIMIT_FSIZE: isize = 1;
+    let mut limits = [u64::MAX; 2];
+    // SAFETY: the kernel fills in the limit in force and the one up to which it may be raised.
+    unsafe { syscall(number::GETRLIMIT, [RLIMIT_FSIZE, (&raw mut limits) as isize, 0, 0, 0, 0]) };
+    let [in_force, _] = limits;
+    if end > in_force { Err(Errno::FBIG) } else { Ok(()) }
 }
 
 /// Removes the name `path` of a file.
@@ -97,6 +121,7 @@ impl Fd {
 
     /// Writes `from` at `offset`; the number of bytes written.
     pub(crate) fn write_at(self, from: &[u8], offset: u64) -> Result<usize, Errno> {
+        within_file_limit(offset + from.len() as u64)?;
         let (at, len) = (from.as_ptr() as isize, from.len().cast_signed());
         // SAFETY: the kernel reads `len` bytes of `from`.
         check(unsafe {
@@ -112,6 +137,7 @@ impl Fd {
     }
 
     pub(crate) fn truncate(self, len: u64) -> Result<(), Errno> {
+        within_file_limit(len)?;
         // SAFETY: no memory is passed.
         check(unsafe {
             syscall(number::FTRUNCATE, [self.0 as isize, len.cast_signed() as isize, 0, 0, 0, 0])
@@ -121,6 +147,7 @@ impl Fd {
 
     /// Gives the first `len` bytes real blocks, so that a store into a mapping cannot fail for want of space.
     pub(crate) fn allocate(self, len: u64) -> Result<(), Errno> {
+        within_file_limit(len)?;
         // SAFETY: no memory is passed.
         check(unsafe {
             syscall(number::FALLOCATE, [self.0 as isize, 0, 0, len.cast_signed() as isize, 0, 0])

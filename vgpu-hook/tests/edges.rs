@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::{pairs, run_within};
 use mullion_region::usage;
-use sessions::{MIB, OUT_OF_MEMORY, Place};
+use sessions::{MIB, OUT_OF_MEMORY, Place, one_line, prepared, start};
 
 #[test]
 #[ignore = "needs the built library"]
@@ -187,6 +187,40 @@ fn a_program_that_is_refused_may_try_for_ever() {
     // The program's own standard I/O may have mapped something.
     assert!(after[1] == before[1] && after[2] <= before[2] + 1, "files and mappings: {before:?} {after:?}");
     assert_eq!((place.hot().foreign, place.hot().refused), (21, 21));
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_limit_on_the_size_of_files_ends_cu_init_and_not_the_program() {
+    let place = Place::new().limited(64 * MIB);
+    let small = || {
+        let mut command = place.command("session");
+        command.env_remove(fake_state::STATE_ENV).env("FAKE_CUDA_CARDS", "h100");
+        prepared(&mut command, || {
+            let limit = nix::libc::rlimit { rlim_cur: 100 << 10, rlim_max: 100 << 10 };
+            // SAFETY: the kernel reads the limit.
+            #[expect(unsafe_code, reason = "prepares the child")]
+            match unsafe { nix::libc::setrlimit(nix::libc::RLIMIT_FSIZE, &raw const limit) } {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+        start(command)
+    };
+    for case in ["a new file", "a file of others that are gone"] {
+        let (result, said) = small();
+        assert_eq!(result, 304, "{case}: {said}");
+        one_line(&said, "UsageFileUnusable");
+        assert!(
+            said.contains("larger than `ulimit -f` allows (error 27): raise `ulimit -f`"),
+            "{case}: {said}"
+        );
+        place.ready().end();
+    }
+    // Where others have made it, the first slots are within reach.
+    let holder = place.ready();
+    assert_eq!(small(), (0, String::new()));
+    holder.end();
 }
 
 #[test]

@@ -12,7 +12,6 @@ mod sessions;
 use std::fs::File;
 use std::num::NonZeroU64;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
-use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -21,7 +20,7 @@ use mullion_region::page::{self, Enforcement, PageDevice, PageSpec};
 use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use sessions::{MIB, Place, Session, end, in_container, one_line, start, write_at};
+use sessions::{MIB, Place, Session, end, in_container, one_line, prepared, start, write_at};
 
 #[test]
 #[ignore = "needs the built library"]
@@ -245,15 +244,6 @@ fn a_file_by_hand_that_cannot_be_used_is_said_at_once() {
     one_line(&said, "UsageFileBusy");
 }
 
-/// Before the program starts, `prepare` with system calls alone.
-fn prepared(command: &mut Command, prepare: impl FnMut() -> std::io::Result<()> + Send + Sync + 'static) {
-    // SAFETY: the child is single-threaded and only makes system calls before it calls exec.
-    #[expect(unsafe_code, reason = "prepares the child")]
-    unsafe {
-        command.pre_exec(prepare)
-    };
-}
-
 /// Root as anybody else, to whom a file's mode means something.
 fn obey_modes() {
     const CAP_DAC_OVERRIDE: nix::libc::c_ulong = 1;
@@ -313,6 +303,32 @@ fn why_a_file_by_hand_cannot_be_used_is_said_with_the_way_out() {
         umount2(&place.path(folder), MntFlags::MNT_DETACH).unwrap();
     }
     checked.unwrap();
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn what_a_program_without_stderr_is_told_stays_out_of_the_file() {
+    let place = Place::new().limited(64 * MIB);
+    // Without the node's state, so that no file of the simulated driver takes the place of stderr.
+    let command = |limit: &str| {
+        let mut command = place.command("session");
+        command.env_remove(fake_state::STATE_ENV).env("FAKE_CUDA_CARDS", "h100");
+        command.env("CUDA_DEVICE_MEMORY_LIMIT", limit);
+        command
+    };
+    let mut holder = Session::start(command("64m"));
+    holder.done("init");
+    let head = || std::fs::read(place.usage()).unwrap()[..usage::SLOTS_AT].to_vec();
+    let before = head();
+    // It is told that the file has another limit.
+    let mut closed = command("32m");
+    prepared(&mut closed, || Ok(nix::unistd::close(2)?));
+    let mut session = Session::start(closed);
+    session.done("init");
+    assert!(head() == before, "the head of the usage file was written over");
+    assert_eq!(start(command("64m")), (0, String::new()), "another one starts");
+    session.end();
+    holder.end();
 }
 
 /// Answers every call that opens a file or else makes it with `EACCES`, as Linux does for another user's file in a sticky

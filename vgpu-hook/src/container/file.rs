@@ -355,7 +355,9 @@ fn start_over(
     }
     match fd.allocate(usage::FILE_LEN as u64) {
         Ok(()) => {}
-        Err(errno @ (Errno::NOSPC | Errno::DQUOT)) => return Err(unusable("making room", errno)),
+        Err(errno @ (Errno::NOSPC | Errno::DQUOT | Errno::FBIG)) => {
+            return Err(unusable("making room", errno));
+        }
         // A file system without that request: a store into the mapping may fail then, as into any other.
         Err(_) => {
             let now = fd.status().map_err(|errno| unusable("looking at it", errno))?;

@@ -104,6 +104,7 @@ impl fmt::Display for Errno {
             21 => "a directory",
             22 => "invalid argument",
             23 | 24 => "too many open files",
+            27 => "larger than `ulimit -f` allows",
             28 => "no space on its file system",
             30 => "read-only file system",
             36 => "name too long",
@@ -126,6 +127,7 @@ fn way_out(doing: &str, Errno(errno): Errno) -> &'static str {
         20 => "a part of its path is no directory: name another file in ",
         21 => "it is a directory: name a file in ",
         23 | 24 => "close some or raise `ulimit -n`; it is named by ",
+        27 => "raise `ulimit -f`; it is named by ",
         28 | 122 => "free some or name a file elsewhere in ",
         30 | 37 | 38 | 95 => "name a file on another file system in ",
         36 => "name a file with a shorter path in ",
@@ -276,7 +278,11 @@ impl fmt::Display for Refusal {
             Self::FileUnusable { path, doing, errno } => {
                 write!(f, "usage file {path}: {doing} failed: {errno}: ")?;
                 if path.is_mounted() {
-                    return f.write_str("restart the container");
+                    return f.write_str(match errno.0 {
+                        23 | 24 => "close some or raise `ulimit -n`",
+                        27 => "raise `ulimit -f`",
+                        _ => "restart the container",
+                    });
                 }
                 write!(f, "{}{SHARED_CACHE}", way_out(doing, *errno))
             }
@@ -482,6 +488,15 @@ mod tests {
             (unusable(by_hand, "making room", 28), "no space on its file system (error 28): free some"),
             (unusable(by_hand, "opening", 36), "name too long (error 36): name a file with a shorter path"),
             (unusable(by_hand, "opening", 71), "error 71: name another file in"),
+            (
+                unusable(by_hand, "making room", 27),
+                "larger than `ulimit -f` allows (error 27): raise `ulimit -f`",
+            ),
+            (
+                unusable(mounted, "writing", 27),
+                "larger than `ulimit -f` allows (error 27): raise `ulimit -f`",
+            ),
+            (unusable(mounted, "opening", 24), "close some or raise `ulimit -n`"),
             (unusable(mounted, "opening", 13), "no permission (error 13): restart the container"),
         ] {
             let text = refusal.to_string();

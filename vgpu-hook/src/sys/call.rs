@@ -89,6 +89,7 @@ pub(super) mod number {
     pub(in crate::sys) const FCNTL: isize = 72;
     pub(in crate::sys) const FTRUNCATE: isize = 77;
     pub(in crate::sys) const FCHMOD: isize = 91;
+    pub(in crate::sys) const GETRLIMIT: isize = 97;
     pub(in crate::sys) const FUTEX: isize = 202;
     pub(in crate::sys) const CLOCK_GETTIME: isize = 228;
     pub(in crate::sys) const EXIT_GROUP: isize = 231;
@@ -116,6 +117,7 @@ pub(super) mod number {
     pub(in crate::sys) const NANOSLEEP: isize = 101;
     pub(in crate::sys) const CLOCK_GETTIME: isize = 113;
     pub(in crate::sys) const KILL: isize = 129;
+    pub(in crate::sys) const GETRLIMIT: isize = 163;
     pub(in crate::sys) const GETPID: isize = 172;
     pub(in crate::sys) const MUNMAP: isize = 215;
     pub(in crate::sys) const MMAP: isize = 222;

@@ -268,6 +268,15 @@ pub fn one_line(text: &str, code: &str) {
     assert_eq!(text.lines().count(), 1, "{text}");
 }
 
+/// Before the program starts, `prepare` with system calls alone.
+pub fn prepared(command: &mut Command, prepare: impl FnMut() -> std::io::Result<()> + Send + Sync + 'static) {
+    // SAFETY: the child is single-threaded and only makes system calls before it calls exec.
+    #[expect(unsafe_code, reason = "prepares the child")]
+    unsafe {
+        command.pre_exec(prepare)
+    };
+}
+
 /// Runs a command in a mount namespace of its own in which `/usr/local/vgpu` holds the files of `folder`, the control page
 /// among them read-only.
 pub fn in_container(command: &mut Command, folder: &Path) {
@@ -294,11 +303,7 @@ pub fn in_container(command: &mut Command, folder: &Path) {
         }
         Ok(())
     };
-    // SAFETY: the child is single-threaded and only makes system calls before it calls exec.
-    #[expect(unsafe_code, reason = "prepares the child")]
-    unsafe {
-        command.pre_exec(prepare)
-    };
+    prepared(command, prepare);
 }
 
 /// Writes into a file as its tenant can.
