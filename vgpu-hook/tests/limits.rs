@@ -29,6 +29,7 @@ fn a_limit_that_is_none_ends_cu_init() {
         ("CUDA_DEVICE_MEMORY_LIMIT", "16Gi"),
         ("CUDA_DEVICE_MEMORY_LIMIT_0", "1.5g"),
         ("CUDA_DEVICE_MEMORY_LIMIT_1", "99999999999999999999"),
+        ("CUDA_DEVICE_MEMORY_LIMIT_0", "4g "),
         ("CUDA_DEVICE_SM_LIMIT", "half"),
     ] {
         let mut place = Place::new();
@@ -36,10 +37,10 @@ fn a_limit_that_is_none_ends_cu_init() {
         let (result, said) = start(place.command("session"));
         assert_eq!(result, 1, "{name}={value}");
         one_line(&said, "LimitInvalid");
-        assert!(said.contains(&format!("{name}={value} ")), "{said}");
+        assert!(said.contains(&format!("{name}=\"{value}\" is ")), "{said}");
     }
     // There are sixteen cards at most: a limit that nobody would hear.
-    for name in ["CUDA_DEVICE_MEMORY_LIMIT_16", "CUDA_DEVICE_SM_LIMIT_16"] {
+    for name in ["CUDA_DEVICE_MEMORY_LIMIT_16", "CUDA_DEVICE_SM_LIMIT_16", "CUDA_DEVICE_MEMORY_LIMIT0"] {
         let mut place = Place::new();
         place.set(name, "30");
         let (result, said) = start(place.command("session"));
@@ -544,7 +545,15 @@ fn a_limit_of_a_card_that_is_not_there_is_told() {
     let (result, said) = start(command);
     assert_eq!(result, 0);
     one_line(&said, "LimitOfNoCard");
-    assert!(said.contains("CUDA_DEVICE_MEMORY_LIMIT_1 limits nothing: this process has 1 card(s)"), "{said}");
+    assert!(said.contains("CUDA_DEVICE_MEMORY_LIMIT_1 limits nothing: this process has 1 card, "), "{said}");
+    // Each of them, not only the first.
+    let mut command = place.command("session");
+    command.env("CUDA_DEVICE_MEMORY_LIMIT_1", "64m").env("CUDA_DEVICE_SM_LIMIT_1", "30");
+    command.env("CUDA_DEVICE_MEMORY_LIMIT_2", "64m");
+    let (_, said) = start(command);
+    for name in ["MEMORY_LIMIT_1", "SM_LIMIT_1", "MEMORY_LIMIT_2"] {
+        assert!(said.contains(&format!("CUDA_DEVICE_{name} limits nothing")), "{said}");
+    }
     let mut command = place.command("session");
     command.env("CUDA_DEVICE_MEMORY_LIMIT_0", "64m");
     assert_eq!(start(command), (0, String::new()));
@@ -557,6 +566,6 @@ fn a_limit_that_leaves_no_room_for_a_context_is_told() {
     let (made, _, said) = make_context(place.command("session"));
     assert_eq!(made[0], sessions::OUT_OF_MEMORY);
     one_line(&said, "LimitBelowContext");
-    let want = "card 0: the limit of 4 bytes (CUDA_DEVICE_MEMORY_LIMIT_0) is less than the 64 MiB that a context takes";
+    let want = "card 0: the limit of 4 bytes (CUDA_DEVICE_MEMORY_LIMIT) is less than the 64 MiB that a context takes";
     assert!(said.contains(want), "{said}");
 }

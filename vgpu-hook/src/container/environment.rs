@@ -76,7 +76,7 @@ pub(crate) enum Error<'a> {
         /// Its value.
         value: &'a [u8],
     },
-    /// What stands behind the name for all cards is no card's number.
+    /// What stands behind the name for all cards is not `_` and a card's number.
     Card {
         /// The name for all cards.
         all: Variable,
@@ -106,30 +106,29 @@ impl fmt::Display for Error<'_> {
             Self::Card { all, suffix } => {
                 return write!(
                     f,
-                    "{all}_{} is the limit of no card: write a number from 0 to {} behind {all}_, or unset it",
+                    "{all}{} is the limit of no card: write a number from 0 to {} behind {all}_, or unset it",
                     Shown(suffix),
                     MAX_DEVICES - 1
                 );
             }
         };
-        write!(f, "{variable}={}", Shown(value))?;
-        match variable {
-            Variable::MemoryLimit(_) => f.write_str(
-                " is no size: write a whole number of bytes without leading zeros, or one with k, m or g behind it such \
-                 as 4g (2^10, 2^20, 2^30); 0 or unset is no limit",
-            ),
+        write!(f, "{variable}=\"{}\"", Shown(value))?;
+        f.write_str(match variable {
+            _ if has_leading_zero(value) => " has a leading zero, which is octal to some: leave it out",
+            Variable::MemoryLimit(_) if is_too_large(value) => {
+                " is too large: write less than 2^64 bytes; 0 or unset is no limit"
+            }
+            Variable::MemoryLimit(_) => {
+                " is no size: write bytes, or a whole number with k, m or g behind it: 4g; 0 or unset is no limit"
+            }
             Variable::SmLimit(_) => {
-                f.write_str(
-                    " is no percentage: write a whole number from 1 to 100 without leading zeros; 0 or unset is no limit",
-                )
+                " is no percentage: write a whole number from 1 to 100; 0 or unset is no limit"
             }
-            Variable::Policy => f.write_str(" is no policy: write default, force or disable, or unset it"),
+            Variable::Policy => " is no policy: write default, force or disable, or unset it",
             Variable::Priority => {
-                f.write_str(
-                    " is no priority: write a whole number without leading zeros, 0 for high, or unset it (1)",
-                )
+                " is no priority: write a whole number from 0 (high) to 2147483647, or unset it (1)"
             }
-        }
+        })
     }
 }
 
@@ -168,15 +167,18 @@ pub(crate) fn read(value_of: impl Fn(Variable) -> Option<&'static [u8]>) -> Resu
     read_from(value_of, sys::variables().map(CStr::to_bytes))
 }
 
-/// The first variable that limits a card of its own, from card `cards` on: this process has none of that number.
-pub(crate) fn beyond<'a>(value_of: impl Fn(Variable) -> Option<&'a [u8]>, cards: usize) -> Option<Variable> {
-    let is_limit = |variable: &Variable| match *variable {
+/// The variables that limit a card of its own, from card `cards` on: this process has none of that number.
+pub(crate) fn beyond<'a>(
+    value_of: impl Fn(Variable) -> Option<&'a [u8]>,
+    cards: usize,
+) -> impl Iterator<Item = Variable> {
+    let is_limit = move |variable: &Variable| match *variable {
         Variable::MemoryLimit(_) => value_of(*variable).and_then(size).is_some_and(|bytes| bytes > 0),
         _ => value_of(*variable).and_then(percent).is_some_and(|percent| (1..100).contains(&percent)),
     };
     (cards..MAX_DEVICES)
         .flat_map(|card| [Variable::MemoryLimit(Some(card)), Variable::SmLimit(Some(card))])
-        .find(is_limit)
+        .filter(is_limit)
 }
 
 fn read_from<'a>(
@@ -217,18 +219,22 @@ fn read_from<'a>(
     Ok(Settings { cards, policy, priority })
 }
 
-/// A limit that would go unheard: of a 17th card, or of one whose number is written in another way. 0 asks for none.
+/// A limit that would go unheard: of a 17th card, or of one whose number is written in another way, also without the line
+/// before it. 0 asks for none.
 fn limit_of_no_card(variable: &[u8]) -> Option<Error<'_>> {
     type Parse = fn(&[u8]) -> Option<u64>;
     let of = |prefix: &[u8], all, parse: Parse| {
         let rest = variable.strip_prefix(prefix)?;
         let end = rest.iter().position(|byte| *byte == b'=')?;
         let (suffix, value) = (rest.get(..end)?, rest.get(end + 1..)?);
-        let is_card = is_decimal(suffix) && number(suffix).is_some_and(|n| n < MAX_DEVICES as u64);
-        (!is_card && parse(value) != Some(0)).then_some(Error::Card { all, suffix })
+        let is_other = !matches!(suffix, [b'_' | b'0'..=b'9', ..]);
+        let is_card = suffix
+            .strip_prefix(b"_")
+            .is_some_and(|card| is_decimal(card) && number(card).is_some_and(|n| n < MAX_DEVICES as u64));
+        (!is_other && !is_card && parse(value) != Some(0)).then_some(Error::Card { all, suffix })
     };
-    of(b"CUDA_DEVICE_MEMORY_LIMIT_", Variable::MemoryLimit(None), size)
-        .or_else(|| of(b"CUDA_DEVICE_SM_LIMIT_", Variable::SmLimit(None), percent))
+    of(b"CUDA_DEVICE_MEMORY_LIMIT", Variable::MemoryLimit(None), size)
+        .or_else(|| of(b"CUDA_DEVICE_SM_LIMIT", Variable::SmLimit(None), percent))
 }
 
 fn is_decimal(text: &[u8]) -> bool {
@@ -237,13 +243,29 @@ fn is_decimal(text: &[u8]) -> bool {
 
 /// A size in bytes: `4g`, `4096m`, `0x100000000`.
 fn size(text: &[u8]) -> Option<u64> {
-    let (digits, unit) = match text.split_last()? {
+    let (digits, unit) = with_unit(text)?;
+    number(digits)?.checked_mul(unit)
+}
+
+/// The digits of a size, and what they count.
+fn with_unit(text: &[u8]) -> Option<(&[u8], u64)> {
+    Some(match text.split_last()? {
         (b'k' | b'K', rest) => (rest, 1 << 10),
         (b'm' | b'M', rest) => (rest, 1 << 20),
         (b'g' | b'G', rest) => (rest, 1 << 30),
         _ => (text, 1_u64),
-    };
-    number(digits)?.checked_mul(unit)
+    })
+}
+
+/// Whether it is a size, of more than there can be.
+fn is_too_large(text: &[u8]) -> bool {
+    let is_number = |digits: &[u8]| !digits.is_empty() && is_decimal(digits) && !has_leading_zero(digits);
+    size(text).is_none()
+        && with_unit(text).is_some_and(|(digits, _)| number(digits).is_some() || is_number(digits))
+}
+
+fn has_leading_zero(text: &[u8]) -> bool {
+    matches!(text, [b'0', b'0'..=b'9', ..])
 }
 
 /// A percentage; 0 is no limit.
@@ -308,6 +330,9 @@ mod tests {
             ("CUDA_DEVICE_MEMORY_LIMIT_16", "nonsense", false),
             ("CUDA_DEVICE_SM_LIMIT_16", "30", false),
             ("CUDA_DEVICE_SM_LIMIT_16", "0", true),
+            ("CUDA_DEVICE_MEMORY_LIMIT0", "4g", false),
+            ("CUDA_DEVICE_MEMORY_LIMIT0", "0", true),
+            ("CUDA_DEVICE_SM_LIMIT1", "30", false),
             ("CUDA_DEVICE_MEMORY_LIMITS", "4g", true),
             ("MY_CUDA_DEVICE_MEMORY_LIMIT_16", "4g", true),
         ] {
@@ -385,9 +410,10 @@ mod tests {
             ("CUDA_DEVICE_MEMORY_LIMIT", "4g", 1, false),
         ] {
             let value_of = |variable: Variable| (variable.to_string() == name).then_some(value.as_bytes());
-            let found = beyond(value_of, cards).map(|variable| variable.to_string());
-            assert_eq!(found.as_deref(), want.then_some(name), "{name}={value}, {cards} cards");
+            let found: Vec<_> = beyond(value_of, cards).map(|variable| variable.to_string()).collect();
+            assert_eq!(found, Vec::from_iter(want.then_some(name)), "{name}={value}, {cards} cards");
         }
+        assert_eq!(beyond(|_| Some(&b"30"[..]), 14).count(), 4, "each of them is");
     }
 
     #[test]
@@ -425,13 +451,21 @@ mod tests {
 
     #[test]
     fn an_error_names_the_variable_the_value_and_the_way_out() {
-        let text = of(&[("CUDA_DEVICE_MEMORY_LIMIT_3", "16Gi")]).unwrap_err().to_string();
-        assert!(text.starts_with("CUDA_DEVICE_MEMORY_LIMIT_3=16Gi is no size: "), "{text}");
-        assert!(text.contains("such as 4g") && text.contains("without leading zeros"), "{text}");
-        let text = of(&[("CUDA_DEVICE_SM_LIMIT", "010")]).unwrap_err().to_string();
-        assert!(text.contains("without leading zeros"), "{text}");
-        let text = of(&[("CUDA_DEVICE_SM_LIMIT", "\u{1b}[31m")]).unwrap_err().to_string();
-        assert!(text.starts_with(r"CUDA_DEVICE_SM_LIMIT=\x1b[31m is no percentage"), "{text}");
+        for (name, value, want) in [
+            ("CUDA_DEVICE_MEMORY_LIMIT_3", "16Gi", "=\"16Gi\" is no size: write bytes, or"),
+            ("CUDA_DEVICE_MEMORY_LIMIT", "4g ", "=\"4g \" is no size"),
+            ("CUDA_DEVICE_MEMORY_LIMIT", "99999999999g", " is too large: write less than 2^64 bytes"),
+            ("CUDA_DEVICE_MEMORY_LIMIT", "18446744073709551616", " is too large"),
+            ("CUDA_DEVICE_MEMORY_LIMIT", "0xffffffffffg", " is too large"),
+            ("CUDA_DEVICE_MEMORY_LIMIT", "04g", " has a leading zero"),
+            ("CUDA_DEVICE_SM_LIMIT", "010", " has a leading zero"),
+            ("CUDA_DEVICE_SM_LIMIT", "101", " is no percentage: write a whole number from 1 to 100"),
+            ("CUDA_DEVICE_SM_LIMIT", "\u{1b}[31m", r#"="\x1b[31m" is no percentage"#),
+            ("CUDA_TASK_PRIORITY", "4294967296", "from 0 (high) to 2147483647"),
+        ] {
+            let text = of(&[(name, value)]).unwrap_err().to_string();
+            assert!(text.starts_with(name) && text.contains(want) && text.len() < 130, "{text}");
+        }
         let long: &'static str = "9".repeat(1000).leak();
         let text = of(&[("CUDA_DEVICE_MEMORY_LIMIT", long)]).unwrap_err().to_string();
         assert!(text.len() < 300 && text.contains("999..."), "{text}");

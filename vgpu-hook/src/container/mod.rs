@@ -252,6 +252,12 @@ fn value_of(variable: Variable) -> Option<&'static [u8]> {
     Some(sys::environment(name.of(variable)?)?.to_bytes())
 }
 
+/// The variable by which a card's memory is limited by hand.
+pub(crate) fn memory_variable(ordinal: usize) -> Variable {
+    let of_card = Variable::MemoryLimit(Some(ordinal));
+    if value_of(of_card).is_some() { of_card } else { Variable::MemoryLimit(None) }
+}
+
 fn path_by_hand() -> &'static CStr {
     sys::environment(c"CUDA_DEVICE_MEMORY_SHARED_CACHE")
         .filter(|path| !path.is_empty())
@@ -269,7 +275,7 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
         }
         Limits::ByHand(settings) => {
             let cards = ordinals::cards()?;
-            if let Some(variable) = environment::beyond(value_of, cards.as_slice().len()) {
+            for variable in environment::beyond(value_of, cards.as_slice().len()) {
                 Notice::OfNoCard { variable, cards: cards.as_slice().len() }.say();
             }
             let (opened, spec, guard) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;

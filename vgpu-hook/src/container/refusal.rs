@@ -5,7 +5,7 @@ use core::fmt::{self, Write as _};
 use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
 
-use mullion_region::CorePercent;
+use mullion_region::{CorePercent, MAX_DEVICES};
 
 use super::environment::{self, Limits, Variable};
 use super::uuid;
@@ -144,8 +144,8 @@ pub(crate) enum Notice {
     OfFile { path: Text, ordinal: usize, held: Limits, asked: Limits, lifted: bool },
     /// A variable is the limit of a card that this process does not have.
     OfNoCard { variable: Variable, cards: usize },
-    /// Not even a context fits.
-    BelowContext { ordinal: usize, by_hand: bool, limit: u64, needed: u64 },
+    /// Not even a context fits. `by_hand` is what the limit was given by.
+    BelowContext { ordinal: usize, by_hand: Option<Variable>, limit: u64, needed: u64 },
 }
 
 impl Notice {
@@ -161,6 +161,8 @@ impl Notice {
     pub(crate) fn say(&self) {
         let card = match *self {
             Self::OfFile { ordinal, .. } | Self::BelowContext { ordinal, .. } => ordinal,
+            Self::OfNoCard { variable: Variable::SmLimit(card), .. } => card.unwrap_or(0) + MAX_DEVICES,
+            Self::OfNoCard { variable: Variable::MemoryLimit(card), .. } => card.unwrap_or(0),
             Self::OfNoCard { .. } => 0,
         };
         if SAID.is_news(self.code(), card, sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
@@ -200,15 +202,14 @@ impl fmt::Display for Notice {
             }
             Self::OfNoCard { variable, cards } => write!(
                 f,
-                "{variable} limits nothing: this process has {cards} card(s), counted from 0 as CUDA_VISIBLE_DEVICES leaves them; \
-                 write the number that the card has in this process"
+                "{variable} limits nothing: this process has {cards} card{}, counted from 0 as CUDA_VISIBLE_DEVICES leaves them",
+                if cards == 1 { "" } else { "s" }
             ),
             Self::BelowContext { ordinal, by_hand, limit, needed } => {
                 write!(f, "card {ordinal}: the limit of {} (", Size(limit))?;
-                if by_hand {
-                    write!(f, "{}", Variable::MemoryLimit(Some(ordinal)))?;
-                } else {
-                    f.write_str("nvidia.com/gpumem")?;
+                match by_hand {
+                    Some(variable) => write!(f, "{variable}")?,
+                    None => f.write_str("nvidia.com/gpumem")?,
                 }
                 write!(f, ") is less than the {} that a context takes", Size(needed))?;
                 f.write_str(", so no program can use the card: ask for more")
@@ -272,8 +273,7 @@ impl fmt::Display for Refusal {
             }
             Self::TooManyCards { found } => write!(
                 f,
-                "{found} cards in one container, at most {} can be limited: name fewer in CUDA_VISIBLE_DEVICES",
-                mullion_region::MAX_DEVICES
+                "{found} cards in one container, at most {MAX_DEVICES} can be limited: name fewer in CUDA_VISIBLE_DEVICES"
             ),
             Self::FileUnusable { path, doing, errno } => {
                 write!(f, "usage file {path}: {doing} failed: {errno}: ")?;
@@ -552,17 +552,27 @@ mod tests {
             Notice::OfFile { path, ordinal: 15, held, asked, lifted: false },
             Notice::OfFile { path, ordinal: 15, held, asked, lifted: true },
             Notice::OfNoCard { variable: Variable::MemoryLimit(Some(15)), cards: 15 },
-            Notice::BelowContext { ordinal: 15, by_hand: true, limit: 4, needed: 400 << 20 },
+            Notice::BelowContext {
+                ordinal: 15,
+                by_hand: Some(Variable::MemoryLimit(Some(15))),
+                limit: 4,
+                needed: 400 << 20,
+            },
         ] {
             let text = notice.to_string();
             assert!(text.len() + notice.code().len() + 2 < Line::default().bytes.len(), "{text}");
         }
-        let notice = Notice::BelowContext { ordinal: 0, by_hand: false, limit: 100 << 20, needed: 400 << 20 };
+        let notice = Notice::BelowContext { ordinal: 0, by_hand: None, limit: 100 << 20, needed: 400 << 20 };
         let want =
             "card 0: the limit of 100 MiB (nvidia.com/gpumem) is less than the 400 MiB that a context takes";
         assert!(notice.to_string().starts_with(want), "{notice}");
-        let notice = Notice::BelowContext { ordinal: 1, by_hand: true, limit: 4, needed: 9 };
-        let want = "card 1: the limit of 4 bytes (CUDA_DEVICE_MEMORY_LIMIT_1) is less";
+        let notice = Notice::BelowContext {
+            ordinal: 1,
+            by_hand: Some(Variable::MemoryLimit(None)),
+            limit: 4,
+            needed: 9,
+        };
+        let want = "card 1: the limit of 4 bytes (CUDA_DEVICE_MEMORY_LIMIT) is less";
         assert!(notice.to_string().starts_with(want), "{notice}");
     }
 

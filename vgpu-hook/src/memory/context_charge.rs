@@ -11,7 +11,7 @@ use super::looks::From;
 use super::measured::Measurement;
 use super::taken::{Taken, Trust};
 use super::{Kind, charge, key_of};
-use crate::container::{Card, Container, Notice};
+use crate::container::{self, Card, Container, Notice};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
 use crate::driver;
 
@@ -88,7 +88,8 @@ impl<'c> Making<'c> {
 fn tell_if_too_large(container: &Container, card: &Card, needed: u64) {
     if let Some(limit) = card.limit().filter(|limit| *limit < needed) {
         let ordinal = container.device(card).and_then(|device| usize::try_from(device).ok()).unwrap_or(0);
-        Notice::BelowContext { ordinal, by_hand: container.by_hand, limit, needed }.say();
+        let by_hand = container.by_hand.then(|| container::memory_variable(ordinal));
+        Notice::BelowContext { ordinal, by_hand, limit, needed }.say();
     }
 }
 
