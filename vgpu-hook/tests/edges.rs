@@ -448,6 +448,33 @@ fn what_images_leave_behind_is_charged_to_those_that_stay() {
     session.end();
 }
 
+/// The same of images that go with their context.
+#[test]
+#[ignore = "needs the built library"]
+fn what_the_images_of_a_context_leave_behind_is_charged_to_those_that_stay() {
+    for (ends, stays) in [("destroy-context c", "primary 0"), ("reset-primary 0", "current c")] {
+        let place = Place::new().contexts_of(64).limited(512 * MIB);
+        let mut session = place.ready();
+        session.done("context c 0");
+        for image in 0..20 {
+            session.done("current c");
+            session.done(&format!("module m{image} 1000000"));
+            session.done("primary 0");
+            session.done(&format!("module o{image} 900000"));
+        }
+        // Of one image there is more than others may lie in.
+        session.done("current c");
+        session.done("module large 100000000");
+        session.done("primary 0");
+        session.done("module large 100000000");
+        session.agree("all loaded");
+        session.done(stays);
+        session.done(ends);
+        assert!(session.agree(ends) >= (64 + 100 + 20) * MIB, "{ends}");
+        session.end();
+    }
+}
+
 /// What the driver refuses for its shape is refused so at a full limit, too.
 #[test]
 #[ignore = "needs the built library"]

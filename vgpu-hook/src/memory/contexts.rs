@@ -13,7 +13,7 @@ use mullion_region::MAX_DEVICES;
 use super::arrays::small_is_gone;
 use super::context_charge::Making;
 use super::looks;
-use super::modules::Group;
+use super::modules::{Departure, Group, Left};
 use super::{Here, Kind, Pass, counted, current_context, key_of, linear};
 use crate::container::{self, Card, Container, Held, Lock};
 use crate::cuda::{CUcontext, CUdevice, CUresult};
@@ -147,14 +147,24 @@ impl Contexts {
     pub(super) fn primary(&self, card: &Card) -> Option<&AtomicU64> {
         self.primary.get(usize::from(card.index))
     }
+
+    /// The card's primary context; 0 = there is none.
+    pub(super) fn primary_handle(&self, card: &Card) -> u64 {
+        self.primary(card).map_or(0, |place| place.load(Relaxed))
+    }
 }
 
 /// Any context of this process on `card`.
 pub(super) fn any_context(container: &Container, card: &Card) -> Option<u64> {
+    another_context(container, card, 0)
+}
+
+/// Any but this one.
+pub(super) fn another_context(container: &Container, card: &Card, context: u64) -> Option<u64> {
     let mut found = None;
     container.books.objects.drain(
         |_, entry| {
-            if entry.kind == Kind::Context as u8 && entry.card == card.index {
+            if entry.kind == Kind::Context as u8 && entry.card == card.index && entry.note != context {
                 found = Some(entry.note);
             }
             false
@@ -232,15 +242,18 @@ pub(super) fn make_primary(
     Ok(made)
 }
 
-/// A reference to a card's primary context was given up: charges it no longer if that was the last one, and says so. The
-/// lock is held.
-pub(super) fn primary_left(container: &'static Container, card: &Card, device: CUdevice) -> bool {
+/// A reference to a card's primary context was given up: charges it no longer if that was the last one, but for what is for
+/// [`Departure::over`], and says so. The lock is held.
+pub(super) fn primary_left(
+    container: &'static Container,
+    card: &Card,
+    device: CUdevice,
+) -> (bool, Option<Left>) {
     if looks::primary_is_active(device) {
-        return false;
+        return (false, None);
     }
     let context = container.books.contexts.primary(card).map_or(0, |place| place.swap(0, Relaxed));
-    gone(container, context, Kind::Context);
-    true
+    (true, gone(container, context, Kind::Context))
 }
 
 #[cold]
@@ -265,22 +278,27 @@ pub(crate) unsafe fn primary_end(
         return unsafe { real(device) };
     };
     let _held = container.books.contexts.hold(card);
-    let known = container.books.contexts.primary(card).map_or(0, |place| place.load(Relaxed));
+    let known = container.books.contexts.primary_handle(card);
     let ending = launch::Ending::begin(known, card.index);
+    let departure = Departure::begin(container, Some(card), known);
     let _ending = container.books.contexts.ending();
-    let _hidden = container.books.measuring.hidden_many(Some(card));
+    let hidden = container.books.measuring.hidden_many(Some(card));
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(device) };
     container::fault_point();
-    ending.over(result.is_ok() && primary_left(container, card, device));
+    let (is_gone, left) = if result.is_ok() { primary_left(container, card, device) } else { (false, None) };
+    ending.over(is_gone);
+    drop(hidden);
+    departure.over(left);
     result
 }
 
-/// A context is gone, and with it what was made in it.
-fn gone(container: &'static Container, context: u64, kind: Kind) {
+/// A context is gone, and with it what was made in it. What is still charged for its images.
+#[must_use]
+fn gone(container: &'static Container, context: u64, kind: Kind) -> Option<Left> {
     if context == 0 {
-        return;
+        return None;
     }
     let books = &container.books;
     // First: who enters something from now on sees that it came too late, and what was entered before is found below.
@@ -297,8 +315,16 @@ fn gone(container: &'static Container, context: u64, kind: Kind) {
     books
         .pointers
         .drain(of_context, |address, entry| linear::is_gone_with_context(container, address, &entry));
-    books.objects.drain(of_context, |_, entry| object_is_gone(container, &entry));
+    let mut left = None;
+    books.objects.drain(of_context, |_, entry| {
+        if entry.kind == Kind::Images as u8 {
+            left = container.card_at(entry.card).map(|card| Left { card, bytes: Group::charged(&entry) });
+        } else {
+            object_is_gone(container, &entry);
+        }
+    });
     books.pools.observe_all(container);
+    left
 }
 
 /// An object is gone with its context.
@@ -306,8 +332,6 @@ fn object_is_gone(container: &'static Container, entry: &Entry) {
     let Some(card) = container.card_at(entry.card) else { return };
     if entry.kind == Kind::SmallArray as u8 {
         small_is_gone(container, card, entry.size, None);
-    } else if entry.kind == Kind::Images as u8 {
-        card.memory.free(Group::charged(entry));
     } else if entry.kind != Kind::Module as u8 {
         card.memory.free(entry.size);
     }
@@ -450,16 +474,17 @@ unsafe fn end(
     let entry = container.books.objects.get(key_of(Kind::Context, handle));
     let card = entry.and_then(|entry| container.card_at(entry.card));
     let _held = card.and_then(|card| container.books.contexts.hold(card));
+    let departure = Departure::begin(container, card, handle);
     let _ending = container.books.contexts.ending();
-    let _hidden = container.books.measuring.hidden_many(card);
+    let hidden = container.books.measuring.hidden_many(card);
     container::fault_point();
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     container::fault_point();
     let is_gone = result.is_ok() && is_gone();
-    if is_gone {
-        gone(container, handle, Kind::Context);
-    }
+    let left = if is_gone { gone(container, handle, Kind::Context) } else { None };
     ending.over(is_gone);
+    drop(hidden);
+    departure.over(left);
     result
 }

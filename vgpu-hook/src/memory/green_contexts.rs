@@ -1,13 +1,13 @@
 //! Green contexts: a part of a card's SMs, with the card's primary context behind it.
 
 use core::ffi::c_uint;
-use core::sync::atomic::Ordering::Relaxed;
 
 use mullion_accounting::Entry;
 
 use super::context_charge::MOST;
 use super::contexts::{any_context, card_of, make_primary, primary_left, release_at_driver};
 use super::looks::{self, From};
+use super::modules::Departure;
 use super::{Kind, Pass, charge, counted, key_of};
 use crate::container::{Card, Container};
 use crate::cuda::{CUcontext, CUdevResourceDesc, CUdevice, CUgreenCtx, CUresult};
@@ -48,11 +48,15 @@ pub(crate) unsafe fn green_create(
     let result =
         unsafe { green_create_beside_primary(real, context, resources, (container, card, device), flags) };
     if retained.is_some() {
+        let departure =
+            Departure::begin(container, Some(card), container.books.contexts.primary_handle(card));
         let _ending = container.books.contexts.ending();
         // Where no green one was made, the primary context ends here.
-        let _hidden = container.books.measuring.hidden_many(Some(card));
+        let hidden = container.books.measuring.hidden_many(Some(card));
         release_at_driver(device);
-        primary_left(container, card, device);
+        let (_, left) = primary_left(container, card, device);
+        drop(hidden);
+        departure.over(left);
     }
     result
 }
@@ -132,12 +136,11 @@ pub(crate) unsafe fn green_destroy(
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
     let card = entry.and_then(|entry| container.card_at(entry.card));
     // It may have been the last to hold the primary context.
-    let primary = card.map(|card| {
-        let known = container.books.contexts.primary(card).map_or(0, |place| place.load(Relaxed));
-        launch::Ending::begin(known, card.index)
-    });
+    let known = card.map_or(0, |card| container.books.contexts.primary_handle(card));
+    let primary = card.map(|card| launch::Ending::begin(known, card.index));
+    let departure = Departure::begin(container, card, known);
     let _ending = container.books.contexts.ending();
-    let _hidden = container.books.measuring.hidden_many(card);
+    let hidden = container.books.measuring.hidden_many(card);
     // SAFETY: the caller's own argument.
     let result = unsafe { real(context) };
     ending.over(result.is_ok());
@@ -150,10 +153,13 @@ pub(crate) unsafe fn green_destroy(
             return result;
         }
         card.memory.free(entry.size);
-        let left = container.device(card).is_some_and(|device| primary_left(container, card, device));
+        let device = container.device(card);
+        let (is_gone, left) = device.map_or((false, None), |device| primary_left(container, card, device));
         if let Some(primary) = primary {
-            primary.over(left);
+            primary.over(is_gone);
         }
+        drop(hidden);
+        departure.over(left);
     }
     result
 }

@@ -16,8 +16,9 @@ use core::sync::atomic::fence;
 use mullion_accounting::Entry;
 
 use super::blocks::{BLOCK, round_up};
-use super::contexts::{Ends, any_context, bury_object};
+use super::contexts::{Ends, another_context, any_context, bury_object};
 use super::looks::From;
+use super::measured::Measurement;
 use super::taken::{Taken, Trust};
 use super::{Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
@@ -132,33 +133,36 @@ fn change(
 fn leave(container: &Container, card: &Card, group: (u64, u64), ended: Ends, given_back: u64) -> u64 {
     let (before, after) = change(container, card, group, |group| group.without(given_back));
     let gone = before.bytes - after.bytes;
-    if after.count > 0 || after.bytes == 0 {
-        return gone;
-    }
-    let (others, heir) = other_groups(container, card);
-    let Some(heir) = heir else { return before.bytes };
-    let left = others.may_inherit(after.bytes);
-    let (poor, rich) = change(container, card, heir, |group| group.heir_of(left));
+    if after.count > 0 { gone } else { gone + hand_on(container, card, group.0, ended, after.bytes) }
+}
+
+/// The group under `key` is no more, and `left` bytes are charged for it: hands on what images of others may lie in. What is to
+/// be charged no longer.
+fn hand_on(container: &Container, card: &Card, key: u64, ended: Ends, left: u64) -> u64 {
+    let (others, heir) = if left > 0 { other_groups(container, card, key) } else { Default::default() };
+    let Some(heir) = heir else { return left };
+    let handed_on = others.may_inherit(left);
+    let (poor, rich) = change(container, card, heir, |group| group.heir_of(handed_on));
     fence(SeqCst);
     // As below: its context ended at the same time.
     if container.books.contexts.has_ended_since(ended, heir.1) {
-        take_off(container, card, heir);
+        take_off(container, card, heir, ended);
     }
-    before.bytes - (rich.bytes - poor.bytes)
+    left - (rich.bytes - poor.bytes)
 }
 
-/// The groups of the card together, and one of them.
+/// The groups of the card together, and one of them, without the one under `key`.
 #[cold]
-fn other_groups(container: &Container, card: &Card) -> (Group, Option<(u64, u64)>) {
+fn other_groups(container: &Container, card: &Card, key: u64) -> (Group, Option<(u64, u64)>) {
     let (mut all, mut found) = (Group::default(), None);
     container.books.objects.drain(
-        |key, entry| {
-            if entry.kind == Kind::Images as u8 && entry.card == card.index {
+        |other, entry| {
+            if entry.kind == Kind::Images as u8 && entry.card == card.index && other != key {
                 let Group { count, bytes, inherited } = Group::unpack(entry.size);
                 all.count += count;
                 all.bytes += bytes;
                 all.inherited += inherited;
-                found = Some((key, entry.note));
+                found = Some((other, entry.note));
             }
             false
         },
@@ -167,11 +171,69 @@ fn other_groups(container: &Container, card: &Card) -> (Group, Option<(u64, u64)
     (all, found)
 }
 
-/// A group whose context has ended is charged no longer.
+/// A group whose context has ended is charged no longer, but for what images of others may lie in.
 #[cold]
-fn take_off(container: &Container, card: &Card, (key, _): (u64, u64)) {
+fn take_off(container: &Container, card: &Card, (key, _): (u64, u64), ended: Ends) {
     if let Some(group) = container.books.objects.take(key) {
-        card.memory.free(Group::charged(&group));
+        card.memory.free(hand_on(container, card, key, ended, Group::charged(&group)));
+    }
+}
+
+/// What is charged for the images that went with a context.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left {
+    pub(super) card: &'static Card,
+    pub(super) bytes: u64,
+}
+
+/// A context that may end: with its images go the blocks that no others lie in, which is seen by looking before and after.
+#[derive(Debug)]
+pub(super) struct Departure {
+    container: &'static Container,
+    key: u64,
+    ended: Ends,
+    /// Where there are images of it, and others on the card.
+    measurement: Option<Measurement<'static>>,
+}
+
+impl Departure {
+    /// To be called before the driver is asked, and before it is known to be asked.
+    pub(super) fn begin(container: &'static Container, card: Option<&'static Card>, context: u64) -> Self {
+        let key = key_of(Kind::Images, context);
+        let mut begun = Self { container, key, ended: container.books.contexts.ended(), measurement: None };
+        if let Some(card) = card.filter(|_| container.books.objects.get(key).is_some())
+            && other_groups(container, card, key).1.is_some()
+        {
+            let from = another_context(container, card, context).map_or(From::Nowhere, From::Context);
+            let measuring = &container.books.measuring;
+            begun.measurement = Some(measuring.begin(container, card, from, card.is_shared()));
+        }
+        begun
+    }
+
+    /// To be called when all that went is off the books but for `left`, and nobody is told any more that the driver is asked.
+    pub(super) fn over(mut self, left: Option<Left>) {
+        let Some(Left { card, bytes }) = left else { return };
+        let settle = |taken: Option<Taken>| {
+            // What was not seen to go may be under others still.
+            let seen = taken.filter(|taken| taken.trust != Trust::Busy);
+            let given_back = seen.map_or(0, |taken| taken.less(bytes));
+            let left = bytes - given_back;
+            card.memory.free(given_back + hand_on(self.container, card, self.key, self.ended, left));
+        };
+        match self.measurement.take() {
+            Some(measurement) => measurement.end(|_, taken| settle(taken)),
+            None => settle(None),
+        }
+    }
+}
+
+impl Drop for Departure {
+    /// Nothing of it went.
+    fn drop(&mut self) {
+        if let Some(measurement) = self.measurement.take() {
+            measurement.abandon();
+        }
     }
 }
 
@@ -236,7 +298,7 @@ unsafe fn load(
         // The context ended while the driver was asked: it took the image along.
         if kind == Kind::Module && now.is_over() {
             let _ = now.container.books.objects.take_if(key, |found| *found == entry);
-            take_off(now.container, now.card, group);
+            take_off(now.container, now.card, group, now.ended);
         }
         is_refused
     });
@@ -394,7 +456,7 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
         fence(SeqCst);
         // The context ended at the same time, and did not find the group while it was out.
         if kind == Kind::Module && container.books.contexts.has_ended_since(ended, entry.note) {
-            take_off(container, card, group);
+            take_off(container, card, group, ended);
         }
     });
     result
