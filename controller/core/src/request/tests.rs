@@ -338,6 +338,23 @@ fn a_resource_written_as_annotation_does_not_pass_in_silence() {
         assert!(warnings(&plain)[0].contains("resources.limits"), "{key}");
     }
     assert_eq!(warnings(&pod(&[], vec![])), Vec::<String>::new());
+    for (key, slips) in [
+        ("nvidia.com/use-gpuuid", 1),
+        ("nvidia.com/usegputype", 1),
+        ("nvidia.com/nouse-gpu-type", 1),
+        ("hami.io/gpu-schedulerpolicy", 1),
+        (CARD_POLICY, 0),
+        ("nvidia.com/use-gputype", 0),
+        ("nvidia.com/gpu.deploy.dcgm", 0),
+    ] {
+        let wishes = pod(&[(key, "spread")], vec![container(&[(COUNT, "1")])]);
+        assert_eq!(warnings(&wishes).len(), slips, "{key}");
+        assert_eq!(
+            warnings(&pod(&[(key, "spread")], vec![container(&[])])).len(),
+            0,
+            "{key} where no GPU is asked for"
+        );
+    }
     let mut opted_out = pod(&[], vec![container(&[(COUNT, "1")])]);
     opted_out.labels = map(&[("hami.io/webhook", "ignore")]);
     assert!(warnings(&opted_out)[0].contains("namespace"));

@@ -91,6 +91,16 @@ fn policy(pod: &PodView, key: &str, default: Policy, later: &[&str]) -> Result<P
     }
 }
 
+/// How the names of wishes about cards and policies begin: who writes another name behind it has made a slip.
+const WISHES_BEGIN: [&str; 4] =
+    ["nvidia.com/use", "nvidia.com/nouse", "hami.io/node-sched", "hami.io/gpu-sched"];
+
+/// Whether `key` looks like a wish and is none.
+fn is_slip(key: &str) -> bool {
+    let begins = WISHES_BEGIN.iter().any(|begin| key.starts_with(begin));
+    begins && !UNSUPPORTED.contains(&key) && ![NODE_POLICY, CARD_POLICY].contains(&key)
+}
+
 /// What a pod's author should know although the pod is taken: wishes in places where nobody reads them (WH-08).
 ///
 /// For a pod that asks for GPUs a resource written as an annotation is an error of
@@ -104,6 +114,9 @@ pub fn warnings(pod: &PodView) -> Vec<String> {
                 "annotation {key} has no effect: it is a resource and belongs under resources.limits of a container"
             ));
         }
+    }
+    for key in pod.annotations.keys().filter(|key| super::mentions_us(pod) && is_slip(key)) {
+        warnings.push(format!("annotation {} has no effect: there is no wish of that name", shown(key)));
     }
     let (key, value) = HAMI_OPT_OUT;
     if super::mentions_us(pod) && pod.labels.get(key).is_some_and(|v| v == value) {

@@ -73,6 +73,7 @@ pub(crate) fn init(site: &Site, make: impl FnOnce() -> Result<Driver, Code>) -> 
         if STATE.load(SeqCst) == 2 {
             return Err(Code::NOT_INITIALIZED);
         }
+        wait_in_queue(site);
         let mut driver = driver();
         if driver.is_none() {
             *driver = Some(make()?);
@@ -131,8 +132,8 @@ pub(crate) fn early(site: &Site, body: impl FnOnce() -> Result<(), Code>) -> c_i
 /// Whether `FAKE_CUDA_SLOW` names a call.
 static SLOW: AtomicBool = AtomicBool::new(false);
 
-/// `FAKE_CUDA_SLOW=SYMBOL:N:US`: the N-th call of a symbol finds its queue full. It takes so many microseconds before it does
-/// anything, in which other threads can call.
+/// `FAKE_CUDA_SLOW=SYMBOL:N:US`: the N-th call of a symbol finds its queue full, or `cuInit` a card that is slow to start. It
+/// takes so many microseconds before it does anything, in which other threads can call.
 #[cold]
 fn wait_in_queue(site: &Site) {
     let slow = std::env::var("FAKE_CUDA_SLOW").unwrap_or_default();
