@@ -475,6 +475,27 @@ fn what_the_images_of_a_context_leave_behind_is_charged_to_those_that_stay() {
     }
 }
 
+/// The driver names their sizes filled up to 64 KiB.
+#[test]
+#[ignore = "needs the built library"]
+fn arrays_that_are_tiny_are_charged_the_blocks_that_they_fill() {
+    let place = Place::new().limited(4 * MIB);
+    let mut session = place.ready();
+    for array in 0..1500 {
+        session.done(&format!("array a{array} 16 16"));
+    }
+    assert_eq!(session.agree("a kilobyte each"), 2 * MIB);
+    while session.ask("array more 16 16")[0] == 0 {
+        session.agree("as many as there is room for");
+    }
+    session.refused("array more 16 16");
+    for array in 0..1500 {
+        session.done(&format!("destroy-array a{array}"));
+    }
+    assert!(session.agree("most of them gone") <= 4 * MIB);
+    session.end();
+}
+
 /// What the driver refuses for its shape is refused so at a full limit, too.
 #[test]
 #[ignore = "needs the built library"]

@@ -6,9 +6,10 @@
 //!
 //! An array of up to 1 MiB shares a block with others, and nobody says which. So those of a card are charged together,
 //! by the blocks that they have. Whether a new one took a block, or the end of one gave a block back, is seen by
-//! looking before and after, and held between what is certain: they have at least as many blocks as their sizes fill,
-//! at most one for each, and none when there are none. Where the look does not say it clearly, a new one took a block,
-//! and an end gave none back. Where an image is being loaded for long meanwhile, that may have been the image's doing: then
+//! looking before and after, and held between what is certain: they have at least as many blocks as their sizes fill, without
+//! what the driver fills these up with, at most one for each, and none when there are none. Where the look does not say it
+//! clearly, a new one took a block, and an end gave none back. Where an image is being loaded for long meanwhile, that may have
+//! been the image's doing: then
 //! it is charged with both, as far as the arrays have blocks that are not certainly theirs.
 
 use core::ffi::c_uint;
@@ -46,7 +47,7 @@ pub(crate) struct Small {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Group {
     count: u64,
-    /// What they need together, in [`NEED_UNIT`]s, each rounded down.
+    /// What they need together at least, in [`NEED_UNIT`]s, each rounded down.
     needed: u64,
     /// Blocks that are charged for them.
     blocks: u64,
@@ -82,7 +83,7 @@ impl Group {
         Self { blocks: self.blocks.min(self.count).max(self.least()), ..self }
     }
 
-    /// With one more, which needs `needed` bytes and seemed to take `taken` blocks.
+    /// With one more, which needs `needed` bytes at least and seemed to take `taken` blocks.
     fn with(self, needed: u64, taken: u64) -> Self {
         let needed = self.needed + needed / NEED_UNIT;
         Self { count: self.count + 1, needed, blocks: self.blocks + taken }.believable()
@@ -98,7 +99,7 @@ impl Group {
         .believable()
     }
 
-    /// Whether one that needs `needed` bytes may fit into the blocks that there are.
+    /// Whether one that needs `needed` bytes at least may fit into the blocks that there are.
     fn may_have_room(self, needed: u64) -> bool {
         self.needed * NEED_UNIT + needed <= self.blocks * BLOCK
     }
@@ -130,7 +131,7 @@ impl Small {
     }
 }
 
-/// A small array that needs `needed` bytes is gone, and seemed to give back blocks; `None` where that cannot be told.
+/// A small array that needs `needed` bytes at least is gone, and seemed to give back blocks; `None` where that cannot be told.
 pub(super) fn small_is_gone(container: &Container, card: &Card, needed: u64, given_back: Option<u64>) {
     let Books { small_arrays, measuring, .. } = &container.books;
     let blocks = given_back.unwrap_or(0);
@@ -142,13 +143,25 @@ pub(super) fn small_is_gone(container: &Container, card: &Card, needed: u64, giv
     }
 }
 
+/// What one array needs, by the driver's word: the size, filled up to the alignment.
+impl ArrayMemoryRequirements {
+    const fn at_most(&self) -> u64 {
+        self.size as u64
+    }
+
+    /// Many that are small need less together than the sum of their sizes filled up.
+    const fn at_least(&self) -> u64 {
+        (self.size as u64).saturating_sub((self.alignment as u64).saturating_sub(1))
+    }
+}
+
 /// What an array of this shape needs, by the driver's word. Else why the driver does not make one with deferred mapping, which
 /// may be the shape's fault; `None` where it has none, or does not say what they need.
 fn needed(
     device: CUdevice,
     shape: &Array3dDescriptor,
     levels: Option<c_uint>,
-) -> Result<u64, Option<CUresult>> {
+) -> Result<ArrayMemoryRequirements, Option<CUresult>> {
     let mut question = *shape;
     question.flags |= DEFERRED;
     let mut requirements = ArrayMemoryRequirements::default();
@@ -168,7 +181,7 @@ fn needed(
         let result = unsafe { ask(&raw mut requirements, handle, device) };
         // SAFETY: nobody else knows of it.
         let _ = unsafe { end(handle) };
-        return if result.is_ok() { Ok(requirements.size as u64) } else { Err(None) };
+        return if result.is_ok() { Ok(requirements) } else { Err(None) };
     }
     let make = driver::function!(cuArray3DCreate_v2: unsafe extern "C" fn(*mut CUarray, *const Array3dDescriptor) -> CUresult).ok_or(None)?;
     let ask = driver::function!(cuArrayGetMemoryRequirements: unsafe extern "C" fn(*mut ArrayMemoryRequirements, CUarray, CUdevice) -> CUresult).ok_or(None)?;
@@ -182,7 +195,7 @@ fn needed(
     let result = unsafe { ask(&raw mut requirements, handle, device) };
     // SAFETY: nobody else knows of it.
     let _ = unsafe { end(handle) };
-    if result.is_ok() { Ok(requirements.size as u64) } else { Err(None) }
+    if result.is_ok() { Ok(requirements) } else { Err(None) }
 }
 
 /// At least so much an array of this shape takes: 16 bytes per element is the most that there is.
@@ -211,9 +224,9 @@ unsafe fn create(
     };
     let device = now.container.device(now.card).unwrap_or(0);
     let made = match needed(device, shape, levels) {
-        Ok(needed) => match blocks::served(needed) {
+        Ok(needed) => match blocks::served(needed.at_most()) {
             Served::Blocks(size) => create_large(now, kind, size, &mut real),
-            Served::Piece => create_small(now, kind, needed, &mut real),
+            Served::Piece => create_small(now, kind, needed.at_least(), &mut real),
         },
         Err(why) => create_unknown(now, kind, least(shape), why, &mut real),
     };
@@ -275,7 +288,7 @@ fn create_large(now: Here, kind: Kind, size: u64, real: &mut impl FnMut(*mut CUa
     Ok(made)
 }
 
-/// Makes one that shares a block.
+/// Makes one that shares a block, and needs `needed` bytes of it at least.
 fn create_small(now: Here, kind: Kind, needed: u64, real: &mut impl FnMut(*mut CUarray) -> CUresult) -> Made {
     let books = &now.container.books;
     let looking = books.measuring.alone(now.card);
