@@ -97,6 +97,25 @@ fn within_file_limit(end: u64) -> Result<(), Errno> {
     if end > in_force { Err(Errno::FBIG) } else { Ok(()) }
 }
 
+/// Writes the program's folder into `into`, with a slash behind it; the length, 0 where it has no path that can be told.
+pub(crate) fn folder(into: &mut [u8]) -> usize {
+    let (at, len) = (into.as_mut_ptr() as isize, into.len().cast_signed());
+    // SAFETY: the kernel writes at most `len` bytes into `into`.
+    let told = check(unsafe { syscall(number::GETCWD, [at, len, 0, 0, 0, 0]) }).unwrap_or(0);
+    // The NUL is counted. Outside of the program's root it is `(unreachable)/...`.
+    if !into.starts_with(b"/") {
+        return 0;
+    }
+    match into.get_mut(told.saturating_sub(2)..told) {
+        Some([b'/', _]) => told - 1,
+        Some([_, end]) => {
+            *end = b'/';
+            told
+        }
+        _ => 0,
+    }
+}
+
 /// Removes the name `path` of a file.
 pub(crate) fn remove(path: &CStr) -> Result<(), Errno> {
     // SAFETY: `path` is a NUL-terminated string that outlives the call.

@@ -81,6 +81,27 @@ fn exec_gives_the_slot_up_and_closing_every_descriptor_does_not() {
 
 #[test]
 #[ignore = "needs the built library"]
+fn a_file_named_by_the_folder_is_found_from_another_one() {
+    let place = Place::new().limited(64 * MIB);
+    let ready = || {
+        let mut command = place.command("session");
+        command.current_dir(place.path("")).env("CUDA_DEVICE_MEMORY_SHARED_CACHE", "./usage.cache");
+        let mut session = Session::start(command);
+        session.done("init");
+        session.done("primary 0");
+        session
+    };
+    let (mut first, mut second) = (ready(), ready());
+    first.done("alloc a 62914560");
+    second.done("chdir /");
+    second.refused("alloc a 8388608");
+    first.kill();
+    gets(&mut second, "alloc a 62914560", "the dead keeps its memory");
+    second.end();
+}
+
+#[test]
+#[ignore = "needs the built library"]
 fn threads_that_start_at_once_attach_once() {
     for _ in 0..10 {
         let place = Place::new().limited(64 * MIB);
@@ -209,10 +230,8 @@ fn past_the_last_slot_cu_init_fails() {
     }
 }
 
-/// On overlayfs the lock does not stay with the mapping: a descriptor is kept, and everything else is the same.
-#[test]
-#[ignore = "needs the built library"]
-fn an_overlay_file_system_works_as_well() {
+/// With the usage file on an overlay file system, runs a check, which gets what starts a session.
+fn on_overlay(check: impl Fn(&dyn Fn() -> Session)) {
     let place = Place::new().limited(64 * MIB);
     for name in ["lower", "upper", "work", "merged"] {
         std::fs::create_dir(place.path(name)).unwrap();
@@ -226,34 +245,75 @@ fn an_overlay_file_system_works_as_well() {
     let merged = place.path("merged");
     mount(Some("overlay"), &merged, Some("overlay"), MsFlags::empty(), Some(options.as_str()))
         .expect("an overlay can be mounted by root");
-    let file = merged.join("usage.cache");
-    let command = || {
+    let ready = || {
         let mut command = place.command("session");
-        command.env("CUDA_DEVICE_MEMORY_SHARED_CACHE", &file);
-        command
+        command.env("CUDA_DEVICE_MEMORY_SHARED_CACHE", merged.join("usage.cache"));
+        let mut session = Session::start(command);
+        session.done("init");
+        session.done("primary 0");
+        session
     };
-    let checked = std::panic::catch_unwind(|| {
-        let mut first = Session::start(command());
-        let mut second = Session::start(command());
-        for session in [&mut first, &mut second] {
-            session.done("init");
-            session.done("primary 0");
-        }
+    let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(&ready)));
+    umount2(&merged, MntFlags::MNT_DETACH).unwrap();
+    checked.unwrap();
+}
+
+/// Asks for memory until it is there, which must not take long.
+fn gets(session: &mut Session, step: &str, case: &str) {
+    let begun = Instant::now();
+    while session.ask(step)[0] != 0 {
+        assert!(begun.elapsed() < Duration::from_secs(5), "{case}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// On overlayfs the lock does not stay with the mapping: a descriptor is kept, and everything else is the same.
+#[test]
+#[ignore = "needs the built library"]
+fn an_overlay_file_system_works_as_well() {
+    on_overlay(|ready| {
+        let (mut first, mut second) = (ready(), ready());
         first.done("alloc a 62914560");
         second.refused("alloc a 8388608");
         // A child that stays holds the descriptor only until it runs for the first time.
         let child = first.ask("fork-stay")[1];
         first.kill();
-        let begun = Instant::now();
-        while second.ask("alloc a 62914560")[0] != 0 {
-            assert!(begun.elapsed() < Duration::from_secs(5), "the child keeps its parent's slot");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        gets(&mut second, "alloc a 62914560", "the child keeps its parent's slot");
         let _ = Command::new("kill").args(["-KILL", &child.to_string()]).status();
         second.end();
     });
-    umount2(&merged, MntFlags::MNT_DETACH).unwrap();
-    checked.unwrap();
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn on_an_overlay_closing_every_descriptor_is_no_death_either() {
+    for end in ["", "exec /bin/cat"] {
+        on_overlay(|ready| {
+            let mut first = ready();
+            first.done("alloc a 62914560");
+            first.done("close-all");
+            // One that finds a file in use by nobody begins it anew, and one that finds a slot of nobody takes it.
+            let mut second = ready();
+            assert_eq!(second.used(), 60 * MIB, "no false death");
+            second.refused("alloc a 8388608");
+            first.done("free a");
+            first.done("alloc a 62914560");
+            second.refused("alloc a 8388608");
+            if end.is_empty() {
+                first.child.kill().unwrap();
+                gets(
+                    &mut second,
+                    "alloc a 62914560",
+                    "a dead process that nobody has waited for keeps its slot",
+                );
+            } else {
+                first.tell(end);
+                gets(&mut second, "alloc a 62914560", "exec did not free the slot");
+            }
+            first.kill();
+            second.end();
+        });
+    }
 }
 
 /// A region of HAMi's library: its size, its header, one process.

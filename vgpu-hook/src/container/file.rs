@@ -16,6 +16,7 @@ use mullion_region::usage::{self, UsageDevice, UsageSpec};
 use mullion_region::{CardUuid, CorePercent, Devices, MAX_DEVICES, extension};
 
 use super::environment::{Limits, Settings};
+use super::life;
 use super::refusal::{MAKING, Notice, Refusal, Text};
 use super::slots::{self, UsageFile};
 use super::uuid;
@@ -293,7 +294,7 @@ fn live_process(fd: Fd, slot: usize) -> Option<i32> {
     let mut pid = [0; 4];
     let len = fd.read_at(&mut pid, usage::slot_offset(slot)? as u64).ok()?;
     let pid = i32::from_le_bytes(pid);
-    (len == 4 && pid > 0 && slots::lives(pid)).then_some(pid)
+    (len == 4 && pid > 0 && life::exists(pid)).then_some(pid)
 }
 
 /// The entry of a card that is limited by hand.

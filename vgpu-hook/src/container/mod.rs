@@ -16,6 +16,7 @@
 mod environment;
 mod fault;
 mod file;
+mod life;
 mod ordinals;
 mod peers;
 mod refusal;

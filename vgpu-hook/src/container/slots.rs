@@ -6,8 +6,10 @@
 //! kernel frees it at SIGKILL and at exec.
 //!
 //! Not every file system keeps the lock when the last descriptor goes (overlayfs does not): there a descriptor is kept
-//! instead, out of the way of the program's own and closed by exec. Elsewhere no descriptor stays open. So there is no
-//! lock byte of the older kind either by which the agent could learn this process's host pid: it would need one.
+//! instead, out of the way of the program's own and closed by exec. A program that closes it all the same, as daemons close
+//! whatever they have inherited, loses the lock and lives on: so there the slot also says which process it is (`life`), and
+//! has lost its owner when that is gone as well. Elsewhere no descriptor stays open. So there is no lock byte of the older
+//! kind either by which the agent could learn this process's host pid: it would need one.
 
 #![expect(unsafe_code, reason = "registers a handler at fork")]
 
@@ -18,6 +20,7 @@ use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use mullion_region::{extension, usage};
 
 use super::fault;
+use super::life::{self, Life};
 use super::refusal::{Refusal, Text};
 use super::words::{self, Region};
 use crate::driver::elf;
@@ -68,6 +71,36 @@ fn is_held(fd: Fd, at: u64) -> Result<bool, Errno> {
     fd.lock(sys::F_OFD_GETLK, sys::F_WRLCK, at).map(|record| record.kind != sys::F_UNLCK)
 }
 
+fn is_owned(fd: Fd, slot: usize) -> Result<bool, Errno> {
+    Ok(is_held(fd, byte_of(slot))? || lives_without_lock(fd, slot))
+}
+
+/// Takes the byte of a slot; whether it had no owner.
+fn try_slot(fd: Fd, slot: usize) -> Result<bool, Errno> {
+    if !try_byte(fd, byte_of(slot))? {
+        return Ok(false);
+    }
+    let is_free = !lives_without_lock(fd, slot);
+    if !is_free {
+        free_byte(fd, byte_of(slot));
+    }
+    Ok(is_free)
+}
+
+/// Whether the process that the slot names has closed the descriptor that its lock was on, and lives.
+fn lives_without_lock(fd: Fd, slot: usize) -> bool {
+    let word = |at: usize| {
+        let mut word = [0; 8];
+        let at = usage::slot_offset(slot)? + at;
+        (fd.read_at(&mut word, at as u64) == Ok(8)).then(|| u64::from_le_bytes(word))
+    };
+    let noted = word(words::LIFE_AT).filter(|_| word(words::MARK_AT) == Some(words::owner_mark(slot)));
+    let Some(noted) = noted.and_then(Life::unpack) else { return false };
+    // The pid is the lower half.
+    let pid = word(0).map_or(0, |pid| i32::try_from(pid & 0x7fff_ffff).unwrap_or(0));
+    pid > 0 && Life::of(pid).is_some_and(|life| life.may_be(noted))
+}
+
 const fn byte_of(slot: usize) -> u64 {
     extension::LOCK_AT + slot as u64
 }
@@ -78,13 +111,23 @@ pub(crate) fn in_use(region: Region) -> core::ops::Range<usize> {
     0..usize::try_from(mark).unwrap_or(usage::SLOTS).min(usage::SLOTS)
 }
 
+/// Puts a path behind what stands in `whole` up to `at`; whether there was room.
+fn put_at(whole: &mut [u8], at: usize, path: &CStr) -> bool {
+    let bytes = path.to_bytes_with_nul();
+    let place = whole.get_mut(at..at + bytes.len());
+    place.map(|place| place.copy_from_slice(bytes)).is_some()
+}
+
 impl UsageFile {
     /// The file at `path`, which `fd` is open on and `region` is mapped from.
     pub(crate) fn new(path: &'static CStr, status: Status, region: Region) -> Result<Self, Errno> {
-        let bytes = path.to_bytes_with_nul();
-        let mut copy = [0; PATH_LEN];
-        copy.get_mut(..bytes.len()).ok_or(Errno::NAMETOOLONG)?.copy_from_slice(bytes);
-        Ok(Self { path: copy, shown: Text(path), device: status.device, inode: status.inode, region })
+        // The program may change its folder, and the file is looked for again.
+        let mut whole = [0; PATH_LEN];
+        let folder = if path.to_bytes().starts_with(b"/") { 0 } else { sys::folder(&mut whole) };
+        if !put_at(&mut whole, folder, path) && !put_at(&mut whole, 0, path) {
+            return Err(Errno::NAMETOOLONG);
+        }
+        Ok(Self { path: whole, shown: Text(path), device: status.device, inode: status.inode, region })
     }
 
     fn path(&self) -> &CStr {
@@ -129,7 +172,7 @@ impl UsageFile {
         let second = second?;
         let held = taken.and_then(|slot| self.hold_on(second, slot, probe)).and_then(|(slot, pinned)| {
             fault::point();
-            self.announce(second, slot).map_err(|errno| self.unusable("writing", errno))?;
+            self.announce(second, slot, pinned).map_err(|errno| self.unusable("writing", errno))?;
             Ok((slot, pinned))
         });
         match held {
@@ -156,7 +199,7 @@ impl UsageFile {
             return Ok((slot, true));
         }
         // The slot was lost with the descriptor. Unless another process has it by now, it is ours again.
-        let again = try_byte(second, byte_of(slot)).map_err(failed)?;
+        let again = try_slot(second, slot).map_err(failed)?;
         Ok((if again { slot } else { self.first_free(second)? }, false))
     }
 
@@ -175,7 +218,7 @@ impl UsageFile {
         let some = claimed().chain(claimed()).skip(first).take(LOOKS.min(count));
         let order = used.clone().filter(empty).chain(some).chain(used.end..usage::SLOTS).chain(claimed());
         for slot in order {
-            if try_byte(fd, byte_of(slot)).map_err(|errno| self.unusable("locking", errno))? {
+            if try_slot(fd, slot).map_err(|errno| self.unusable("locking", errno))? {
                 return Ok(slot);
             }
         }
@@ -184,7 +227,7 @@ impl UsageFile {
 
     /// Fills in HAMi's slot, for HAMi's monitor and ours. By writing, not by storing: a full file system then is an
     /// error and not a signal.
-    fn announce(&self, fd: Fd, slot: usize) -> Result<(), Errno> {
+    fn announce(&self, fd: Fd, slot: usize, is_pinned: bool) -> Result<(), Errno> {
         let mut image = [0_u8; usage::SLOT_SIZE];
         let mut put = |at: usize, bytes: &[u8]| {
             if let Some(place) = image.get_mut(at..at + bytes.len()) {
@@ -194,6 +237,10 @@ impl UsageFile {
         put(0, &sys::process_id().to_le_bytes());
         put(words::STATUS_AT, &1_i32.to_le_bytes());
         put(words::MARK_AT, &words::owner_mark(slot).to_le_bytes());
+        // Else the lock says all.
+        if !is_pinned && let Some(life) = Life::own() {
+            put(words::LIFE_AT, &life.pack().to_le_bytes());
+        }
         let offset = usage::slot_offset(slot).unwrap_or(usage::SLOTS_AT) as u64;
         if fd.write_at(&image, offset)? != image.len() {
             return Err(Errno::NOSPC);
@@ -205,7 +252,7 @@ impl UsageFile {
 
     /// Takes the byte of a dead owner's slot; whether it was free. To be given back by [`Self::give_back`].
     pub(super) fn take(fd: Fd, slot: usize) -> bool {
-        try_byte(fd, byte_of(slot)).unwrap_or(false)
+        try_slot(fd, slot).unwrap_or(false)
     }
 
     /// Gives back a slot whose words were cleared.
@@ -222,7 +269,7 @@ impl UsageFile {
     pub(super) fn each_owned(&self, mut see: impl FnMut(usize)) {
         let fd = self.open_again().ok();
         for slot in in_use(self.region) {
-            if fd.is_none_or(|fd| is_held(fd, byte_of(slot)).unwrap_or(true)) {
+            if fd.is_none_or(|fd| is_owned(fd, slot).unwrap_or(true)) {
                 see(slot);
             }
         }
@@ -238,7 +285,7 @@ impl UsageFile {
             let slot = self.region.hami_slot(index);
             let pid = slot.pid.load(Acquire);
             let ours = slot.mark.load(Relaxed) == words::owner_mark(index);
-            (pid > 0 && slot.status.load(Relaxed) != 0 && !ours && lives(pid)).then_some(pid)
+            (pid > 0 && slot.status.load(Relaxed) != 0 && !ours && life::exists(pid)).then_some(pid)
         })
     }
 }
@@ -260,35 +307,11 @@ pub(super) fn begin_setup(fd: Fd) -> Result<bool, Errno> {
 /// Whether any slot below `high_water` has an owner.
 pub(super) fn any_owner(fd: Fd, high_water: usize) -> Result<bool, Errno> {
     for slot in 0..high_water.min(usage::SLOTS) {
-        if is_held(fd, byte_of(slot))? {
+        if is_owned(fd, slot)? {
             return Ok(true);
         }
     }
     Ok(false)
-}
-
-/// Whether a process of this pid lives, as far as `/proc` tells.
-pub(super) fn lives(pid: i32) -> bool {
-    let mut path = *b"/proc/0000000000/stat\0";
-    let mut number = pid.unsigned_abs();
-    let mut digits = [0_u8; 10];
-    let mut count = 0;
-    while number > 0 || count == 0 {
-        if let Some(digit) = digits.get_mut(count) {
-            *digit = b'0' + u8::try_from(number % 10).unwrap_or(0);
-        }
-        number /= 10;
-        count += 1;
-    }
-    let (head, tail) = (6, b"/stat\0");
-    for (place, digit) in path.iter_mut().skip(head).zip(digits.iter().take(count).rev()) {
-        *place = *digit;
-    }
-    for (place, byte) in path.iter_mut().skip(head + count).zip(tail) {
-        *place = *byte;
-    }
-    let Ok(path) = CStr::from_bytes_until_nul(&path) else { return false };
-    sys::open(path, sys::O_RDONLY | sys::O_CLOEXEC, 0).inspect(|fd| fd.close()).is_ok()
 }
 
 /// In a forked child that attaches: closes what it inherited, so that its parent's locks can end with its parent.

@@ -100,7 +100,8 @@ pub(crate) struct HamiSlot {
     seqlock: AtomicU64,
     /// [`owner_mark`] of this slot when a process of this library wrote it; HAMi's library never does.
     pub(crate) mark: AtomicU64,
-    unused: u64,
+    /// Which process has the slot, where its lock alone does not tell; else 0.
+    life: AtomicU64,
 }
 
 /// What follows HAMi's slots.
@@ -116,6 +117,8 @@ pub(crate) struct HamiTail {
 
 /// Offset in a HAMi slot of [`HamiSlot::mark`].
 pub(crate) const MARK_AT: usize = offset_of!(HamiSlot, mark);
+/// Offset in a HAMi slot of the word that says which process has it.
+pub(crate) const LIFE_AT: usize = offset_of!(HamiSlot, life);
 /// Offset in a HAMi slot of its status.
 pub(crate) const STATUS_AT: usize = offset_of!(HamiSlot, status);
 

@@ -88,6 +88,7 @@ pub(super) mod number {
     pub(in crate::sys) const KILL: isize = 62;
     pub(in crate::sys) const FCNTL: isize = 72;
     pub(in crate::sys) const FTRUNCATE: isize = 77;
+    pub(in crate::sys) const GETCWD: isize = 79;
     pub(in crate::sys) const FCHMOD: isize = 91;
     pub(in crate::sys) const GETRLIMIT: isize = 97;
     pub(in crate::sys) const FUTEX: isize = 202;
@@ -101,6 +102,7 @@ pub(super) mod number {
 /// Numbers of `asm-generic/unistd.h`.
 #[cfg(target_arch = "aarch64")]
 pub(super) mod number {
+    pub(in crate::sys) const GETCWD: isize = 17;
     pub(in crate::sys) const FCNTL: isize = 25;
     pub(in crate::sys) const UNLINKAT: isize = 35;
     pub(in crate::sys) const FTRUNCATE: isize = 46;

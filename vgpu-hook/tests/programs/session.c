@@ -362,6 +362,7 @@ static void step(char *line, FILE *in) {
     printf("0 %d %d\n", files, maps);
   }
   else if (IS("pid")) printf("0 %d\n", getpid());
+  else if (IS("chdir")) printf("%d\n", chdir(a));
   else if (IS("close-all")) { for (int fd = 3; fd < 2048; fd++) close(fd); printf("0\n"); }
   else if (IS("fork")) {
     // The child takes the lines up to `end`; then the parent goes on.
