@@ -54,9 +54,24 @@ fn a_share_is_held_by_a_function_that_was_short_once() {
     assert!((26.0..=34.0).contains(&found), "{found} %");
 }
 
+/// As with `CUDA_LAUNCH_BLOCKING=1`, in a debugger or under a profiler: what a launch takes of the host is no excuse then.
+#[test]
+#[ignore = "needs the built library"]
+fn a_share_is_held_by_launches_that_answer_when_the_kernel_has_ended() {
+    for (us, least) in [("20000", 26.0), ("500", 15.0)] {
+        let mut place = Place::new();
+        place.set("FAKE_CUDA_LATE", &format!("cuLaunchKernel:{us}"));
+        let found = busy_in(place, &["streams", "1", us]);
+        assert!((least..=34.0).contains(&found), "kernels of {us} us: {found} %");
+    }
+}
+
 /// Percent of the card that a program has which may use 30.
 fn busy(words: &[&str]) -> f64 {
-    let mut place = Place::new();
+    busy_in(Place::new(), words)
+}
+
+fn busy_in(mut place: Place, words: &[&str]) -> f64 {
     place.set("CUDA_DEVICE_SM_LIMIT", "30");
     place.set("GPU_CORE_UTILIZATION_POLICY", "force");
     let text = run(place.command("shares").args(words)).quiet();

@@ -38,6 +38,10 @@ const SOON: u32 = 8;
 const RISES: u8 = 4;
 /// A launch and its two events take a few us, and tens of them on a busy machine. What takes longer was held up.
 const SLOW_HOST_NS: u64 = 100_000;
+/// A slow host is an excuse for one measurement in so many, and for [`EXCUSES`] before that: where it is slow around each launch
+/// (a launch that answers only when its kernel has ended), what it takes away would be all that the card did.
+const EXCUSE_EVERY: u8 = 32;
+const EXCUSES: u8 = 3;
 /// In [`Entry::watch`]: the last measurement was of nothing.
 const LOW: u16 = 1 << 8;
 /// The most that launches are charged later because their function turned out to take longer now.
@@ -74,6 +78,8 @@ pub(crate) struct Entry {
     rate: AtomicU32,
     /// Measurements that may still be shorter before it is measured less often.
     hold: AtomicU8,
+    /// Measurements on a quick host that it takes until all of [`EXCUSES`] are there again.
+    excused: AtomicU8,
 }
 
 impl Entry {
@@ -92,6 +98,7 @@ impl Entry {
             rises: AtomicU8::new(0),
             rate: AtomicU32::new(SELDOM),
             hold: AtomicU8::new(0),
+            excused: AtomicU8::new(0),
         }
     }
 
@@ -108,6 +115,7 @@ impl Entry {
         self.rises.store(0, Relaxed);
         self.rate.store(SELDOM, Relaxed);
         self.hold.store(0, Relaxed);
+        self.excused.store(0, Relaxed);
     }
 
     #[inline]
@@ -182,7 +190,7 @@ impl Entry {
     /// Enters a measurement: see [`crate::Costs::measured`].
     pub(crate) fn measured(&self, measurement: &Measurement) -> Correction {
         let (old, watched) = (self.cost(), self.is_watched());
-        let ns = believable(measurement, old);
+        let ns = self.believable(measurement, old);
         if !self.believes(ns, old) {
             return Correction::None;
         }
@@ -220,6 +228,23 @@ impl Entry {
             self.note(correction);
         }
         correction
+    }
+
+    /// What a measurement says of the card's time: where the host was slow, what is known already, as far as that can be.
+    fn believable(&self, measurement: &Measurement, old: u64) -> u64 {
+        let Measurement { ns, host_ns, .. } = *measurement;
+        let excused = self.excused.load(Relaxed);
+        if host_ns < SLOW_HOST_NS {
+            self.excused.store(excused.saturating_sub(1), Relaxed);
+            return ns;
+        }
+        if ns <= old || excused > (EXCUSES - 1) * EXCUSE_EVERY {
+            return ns;
+        }
+        self.excused.store(excused + EXCUSE_EVERY, Relaxed);
+        // The next launches tell whether that was right.
+        self.watch.store(self.watch.load(Relaxed).max(EXCUSES.into()), Relaxed);
+        old.max(ns.saturating_sub(host_ns))
     }
 
     fn rate_by(&self, ns: u64, sample: Sample) {
@@ -278,13 +303,4 @@ const fn mixed(number: u32) -> u32 {
     let n = number.wrapping_add(1).wrapping_mul(0x85eb_ca6b);
     let n = (n ^ n >> 13).wrapping_mul(0xc2b2_ae35);
     n ^ n >> 16
-}
-
-/// What a measurement says of the card's time: where the host was slow, what is known already, as far as that can be.
-fn believable(measurement: &Measurement, old: u64) -> u64 {
-    let ns = measurement.ns;
-    if measurement.host_ns < SLOW_HOST_NS {
-        return ns;
-    }
-    old.clamp(ns.saturating_sub(measurement.host_ns), ns)
 }

@@ -132,6 +132,33 @@ fn what_the_host_may_have_added_is_not_taken_for_the_cards() {
     assert_eq!(mean(&costs, key(1)), before);
 }
 
+/// A program whose launches answer only when the kernel has ended, or whose host takes long for each: then the host's time says
+/// nothing. Long launches among short ones are such a program too.
+#[test]
+fn a_host_that_is_always_slow_is_no_excuse() {
+    for (case, ns, host_ns, short) in [
+        ("blocking", 20 * MS, 21 * MS, 0),
+        ("a slow call", 200_000, 150_000, 0),
+        ("short and slow", 60_000, 110_000, 0),
+        ("by turns", 20 * MS, 21 * MS, 1),
+        ("each fourth", 20 * MS, 21 * MS, 3),
+    ] {
+        let costs = Costs::new();
+        let (mut due, mut charged) = (0, 0_u64);
+        for n in 0..2_000 {
+            let (ns, host_ns) = if n % (short + 1) == 0 { (ns, host_ns) } else { (10_000, 10_000) };
+            let quote = launch(&costs, key(1));
+            (due, charged) = (due + ns, charged + quote.ns);
+            if quote.sample != Sample::No {
+                let (paid_ns, sample) = (quote.ns, quote.sample);
+                let correction = costs.measured(&Measurement { key: key(1), ns, host_ns, paid_ns, sample });
+                charged = charged.saturating_add_signed(correction.charge_ns());
+            }
+        }
+        assert!((due * 5 / 6..=due * 7 / 6).contains(&charged), "{case}: {charged} ns of {due}");
+    }
+}
+
 /// Where others had the card, or it was not seen that the host was slow.
 #[test]
 fn a_measurement_that_was_far_too_high_is_soon_forgotten() {
