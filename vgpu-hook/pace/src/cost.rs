@@ -8,8 +8,8 @@
 //! * Where a measurement is far above the mean, each launch is measured for a while ([`Sample::Close`]). That is how a
 //!   function is found out that takes longer from now on, and one that varies is charged launch by launch.
 
-use core::sync::atomic::AtomicU64;
 use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::entry::{Entry, MOST_NS};
 
@@ -121,7 +121,7 @@ impl Key {
 /// How far the first measurement of a key has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// None is under way: the launch before could not be measured.
+    /// None is under way.
     None,
     /// It waits for its turn in its stream, which may take as long as the program likes.
     Queued,
@@ -151,6 +151,8 @@ pub struct Quote {
     pub sample: Sample,
     /// Whether the number was measured; otherwise it is a guess, or the price of not knowing.
     pub known: bool,
+    /// It is of a graph, and none was measured yet.
+    first_graph: bool,
     index: Option<usize>,
 }
 
@@ -250,6 +252,8 @@ pub struct Costs {
     others: Entry,
     /// What graphs took when they were measured first, smoothed; 0 = none was. Many programs make a new one for each step.
     graph_ns: AtomicU64,
+    /// Launches of graphs before that.
+    graphs: AtomicU32,
 }
 
 impl Default for Costs {
@@ -261,9 +265,14 @@ impl Default for Costs {
 impl Costs {
     /// An empty table.
     #[must_use]
-    #[expect(clippy::large_stack_arrays, reason = "56 KiB; the library's is a static")]
+    #[expect(clippy::large_stack_arrays, reason = "64 KiB; the library's is a static")]
     pub const fn new() -> Self {
-        Self { entries: [const { Entry::new() }; ENTRIES], others: Entry::new(), graph_ns: AtomicU64::new(0) }
+        Self {
+            entries: [const { Entry::new() }; ENTRIES],
+            others: Entry::new(),
+            graph_ns: AtomicU64::new(0),
+            graphs: AtomicU32::new(0),
+        }
     }
 
     /// What a launch of `key` costs. `guess_ns` and `progress` are asked for only where nothing was measured; `measurable`
@@ -282,23 +291,37 @@ impl Costs {
     ) -> Quote {
         let index = self.find(key);
         let entry = self.at(index);
-        let cost = entry.cost();
-        if cost != 0 {
-            let sample = if measurable { entry.sample() } else { Sample::No };
-            return Quote { ns: cost, sample, known: true, index };
+        let quote = Quote { ns: entry.cost(), sample: Sample::No, known: true, first_graph: false, index };
+        if quote.ns != 0 {
+            return if measurable { Quote { sample: entry.sample(), ..quote } } else { quote };
         }
         let guess = self.guess(key, guess_ns());
+        let quote = Quote { ns: guess, known: false, first_graph: self.is_first_graph(key), ..quote };
         if !measurable {
-            return Quote { ns: guess, sample: Sample::No, known: false, index };
+            return quote;
         }
-        let seen = entry.launches();
-        let ns = match progress() {
-            Progress::None if seen > 0 => guess,
+        let (seen, progress) = (entry.launches(), progress());
+        // Of graphs that are new each time none would ever be launched again.
+        let before = if quote.first_graph { self.graphs.load(Relaxed) } else { seen };
+        let blind = progress == Progress::None && entry.fails();
+        let ns = match progress {
+            _ if blind => guess,
             Progress::None | Progress::Queued => guess.max(UNKNOWN_NS),
-            Progress::Running(ns) => guess.max(UNKNOWN_NS << seen.min(BURST_LAUNCHES)).max(ns),
+            Progress::Running(ns) => guess.max(UNKNOWN_NS << before.min(BURST_LAUNCHES)).max(ns),
         };
-        let first = seen == 0 || seen.is_power_of_two() || entry.is_watched();
-        Quote { ns, sample: if first { Sample::First } else { Sample::No }, known: false, index }
+        // Where nothing is under way that would tell, this one is to.
+        let first = seen == 0
+            || seen.is_power_of_two()
+            || entry.is_watched()
+            || (progress == Progress::None && !blind);
+        Quote { ns, sample: if first { Sample::First } else { Sample::No }, ..quote }
+    }
+
+    /// Whether `key` is of a graph, and none was measured yet: then they are taken for one function, for many programs make a
+    /// new one for each step.
+    #[must_use]
+    pub fn is_first_graph(&self, key: Key) -> bool {
+        key.is_graph() && self.graph_ns.load(Relaxed) == 0
     }
 
     /// A graph's kernels are not known one by one: it is taken for those before it.
@@ -319,6 +342,22 @@ impl Costs {
     #[inline]
     pub fn book(&self, quote: &Quote) {
         let _ = self.at(quote.index).book(quote.ns);
+        if quote.first_graph {
+            self.graphs.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// A launch of `key` that went could not be measured, and not for want of a place: those after it go for their guess.
+    pub fn failed(&self, key: Key) {
+        if let Some(entry) = self.existing(key) {
+            entry.fail();
+        }
+    }
+
+    /// What a launch that was picked by chance and went for `paid_ns` pays more, for it found no place to be measured: picked
+    /// launches find one where few are on their way, after long ones, and the mean would be of those that do.
+    pub fn missed(&self, key: Key, paid_ns: u64) -> Correction {
+        self.existing(key).unwrap_or(&self.others).missed(paid_ns)
     }
 
     /// It is time to measure a launch of what went for `quote`: one of the next few is.

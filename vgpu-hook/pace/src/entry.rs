@@ -1,7 +1,7 @@
 //! What is known of one function at one size of grid, or of one graph.
 
 use core::sync::atomic::Ordering::Relaxed;
-use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
 use crate::AHEAD_NS;
 use crate::cost::{Correction, Measurement, Sample};
@@ -78,8 +78,12 @@ pub(crate) struct Entry {
     rate: AtomicU32,
     /// Measurements that may still be shorter before it is measured less often.
     hold: AtomicU8,
+    /// The longest of the last measurements, in ns; an older one counts less.
+    longest: AtomicU64,
     /// Measurements on a quick host that it takes until all of [`EXCUSES`] are there again.
     excused: AtomicU8,
+    /// A launch of it could not be measured.
+    fails: AtomicBool,
 }
 
 impl Entry {
@@ -98,7 +102,9 @@ impl Entry {
             rises: AtomicU8::new(0),
             rate: AtomicU32::new(SELDOM),
             hold: AtomicU8::new(0),
+            longest: AtomicU64::new(0),
             excused: AtomicU8::new(0),
+            fails: AtomicBool::new(false),
         }
     }
 
@@ -115,7 +121,9 @@ impl Entry {
         self.rises.store(0, Relaxed);
         self.rate.store(SELDOM, Relaxed);
         self.hold.store(0, Relaxed);
+        self.longest.store(0, Relaxed);
         self.excused.store(0, Relaxed);
+        self.fails.store(false, Relaxed);
     }
 
     #[inline]
@@ -133,6 +141,21 @@ impl Entry {
 
     fn is_young(&self) -> bool {
         self.measured.load(Relaxed) < YOUNG
+    }
+
+    pub(crate) fn fails(&self) -> bool {
+        self.fails.load(Relaxed)
+    }
+
+    pub(crate) fn fail(&self) {
+        self.fails.store(true, Relaxed);
+    }
+
+    /// What a launch pays more that was to be measured and found no place: as if it were the longest, where they differ.
+    pub(crate) fn missed(&self, paid_ns: u64) -> Correction {
+        let longest = self.longest.load(Relaxed);
+        let varies = longest / 2 > self.cost() && !self.is_young() && self.rate.load(Relaxed) != SELDOM;
+        if varies && longest > paid_ns { Correction::of_one(paid_ns, longest) } else { Correction::None }
     }
 
     /// Whether there was no launch since this was asked last.
@@ -255,6 +278,8 @@ impl Entry {
             _ => SELDOM,
         };
         let hold = self.hold.load(Relaxed);
+        let longest = self.longest.load(Relaxed);
+        self.longest.store(ns.max(longest - longest / u64::from(HOLD)), Relaxed);
         if rate <= self.rate.load(Relaxed) || hold == 0 {
             self.rate.store(rate, Relaxed);
             self.hold.store(HOLD, Relaxed);

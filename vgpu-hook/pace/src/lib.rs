@@ -23,8 +23,8 @@
 //! * A kernel that is running: the driver gives no way to take the card from it. One launch is charged at most
 //!   [`AHEAD_NS`] (two seconds) of waiting, so kernels longer than `2 s x share` get more than their share.
 //! * Work that is queued already. Before the first measurement of a function some launches pass: at most
-//!   [`BURST_LAUNCHES`] of each function that takes longer than a millisecond, and unused rate of one burst (50 ms by
-//!   default).
+//!   [`BURST_LAUNCHES`] of each function that takes longer than a millisecond (more of one that waits for others in its
+//!   stream), and unused rate of one burst (50 ms by default).
 //! * A process that never asks: one without the library.
 //!
 //! The crate is `no_std`, uses no floating point and has no `unsafe`. It allocates nothing but in the agent's `Meter`, which is

@@ -103,6 +103,9 @@ fn a_measurement_that_waits_in_its_stream_or_fails_does_not_stop_the_others() {
     {
         let costs = Costs::new();
         costs.book(&costs.quote(key(1), true, || 10_000, || Progress::None));
+        if progress == Progress::None {
+            costs.failed(key(1));
+        }
         for _ in 0..1000 {
             let quote = costs.quote(key(1), true, || 10_000, || progress);
             assert_eq!(quote.ns, want, "{case}");
@@ -322,6 +325,45 @@ fn a_graph_that_is_launched_once_pays_for_itself() {
         let correction = took(&costs, Key::FORGOTTEN, &quote, 20 * MS);
         assert_eq!(correction.charge_ns(), if n == 0 { 19 * 1_000_000 } else { 0 });
         assert_eq!(mean(&costs, graph), None, "nothing is left for the next one of that handle");
+    }
+}
+
+/// None of them is ever launched a second time: while nothing is known they get dearer as launches of one function do.
+#[test]
+fn graphs_get_dearer_until_one_of_them_was_measured() {
+    let costs = Costs::new();
+    let ask = |n: u32, progress| {
+        let graph = Key::graph(0x5000 + 64 * u64::from(n));
+        let quote = costs.quote(graph, true, || MS, || progress);
+        costs.book(&quote);
+        costs.forget(graph);
+        quote
+    };
+    let first = ask(0, Progress::None);
+    assert_eq!(ask(1, Progress::Queued).ns, UNKNOWN_NS, "the first one waits in its stream");
+    for n in 2..6 {
+        assert_eq!(ask(n, Progress::Running(0)).ns, UNKNOWN_NS << n);
+    }
+    let _ = took(&costs, Key::FORGOTTEN, &first, 20 * MS);
+    assert_eq!(ask(6, Progress::Running(0)).ns, 20 * MS);
+    assert_eq!(ask(7, Progress::Running(90 * MS)).ns, 90 * MS, "longer than those before it");
+}
+
+/// Where many launches are on their way, the picked ones find no place; the mean is of others.
+#[test]
+fn a_launch_that_finds_no_place_pays_as_the_longest_where_they_differ() {
+    for (long, want) in [(20 * MS, Some(20 * MS)), (120_000, None)] {
+        let costs = Costs::new();
+        for n in 0..40 {
+            let _ = measure(&costs, key(1), if n % 10 == 0 { long } else { 100_000 });
+        }
+        let paid_ns = launch(&costs, key(1)).ns;
+        match (costs.missed(key(1), paid_ns), want) {
+            (Correction::Launch { due_ns, .. }, Some(want)) => {
+                assert!((want * 9 / 10..=want).contains(&due_ns));
+            }
+            (correction, want) => assert_eq!((correction, want), (Correction::None, None)),
+        }
     }
 }
 

@@ -185,6 +185,11 @@ fn graphs_only() {
     holds("graph of 100 x 20 us, 30 %", &scenario(tenants(&[(30, graph(100, 20 * US))])));
     holds("graph of 1000 x 50 us, 50 %", &scenario(tenants(&[(50, graph(1000, 50 * US))])));
     holds("graphs 30/70", &scenario(tenants(&[(30, graph(100, 20 * US)), (70, graph(300, 20 * US))])));
+    // A new one for each step: many could be queued before the first of them has ended.
+    for kernel in [2 * MS, 100 * MS, 500 * MS] {
+        let load = Process { fresh: true, ..graph(1, kernel) };
+        holds(&format!("new graphs of {} ms, 30 %", kernel / MS), &scenario(tenants(&[(30, load)])));
+    }
 }
 
 #[test]
@@ -344,9 +349,14 @@ fn a_function_that_takes_longer_later_gets_its_share() {
 /// A function whose launches take very different times, alone and by hand, and on a full card.
 #[test]
 fn functions_that_vary_get_their_share() {
-    for (one_in, short, long) in
-        [(2, 500 * US, 5 * MS), (4, 100 * US, 5 * MS), (10, 100 * US, 2 * MS), (10, 50 * US, MS)]
-    {
+    for (one_in, short, long) in [
+        (2, 500 * US, 5 * MS),
+        (4, 100 * US, 5 * MS),
+        (4, 10 * US, 10 * MS),
+        (10, 100 * US, 2 * MS),
+        (10, 100 * US, 20 * MS),
+        (10, 50 * US, MS),
+    ] {
         let load = |depth| {
             let mut load = process(Habit::Deep { depth }, short);
             load.sometimes = Some((one_in, long));
@@ -354,7 +364,7 @@ fn functions_that_vary_get_their_share() {
         };
         let name = format!("one in {one_in}: {} ms instead of {} us", long / MS, short / US);
         // By hand less is better than more: what is long is remembered for longer than what is short.
-        for depth in [4, 64] {
+        for depth in [4, 64, 1024] {
             let mut s = scenario(tenants(&[(30, load(depth))]));
             s.agent_dead = 0..u64::MAX;
             let outcomes = run(&s, MEASURE);

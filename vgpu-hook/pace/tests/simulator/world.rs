@@ -44,6 +44,8 @@ pub struct Process {
     pub size: Size,
     /// A graph of this many such kernels is what is launched; 0 = kernels one by one.
     pub graph: u64,
+    /// A new graph for each launch, which is destroyed at once.
+    pub fresh: bool,
     /// After this long the kernels are this long instead.
     pub then: Option<(u64, u64)>,
     /// They are of the same function as before.
@@ -68,6 +70,7 @@ pub fn process(habit: Habit, kernel: u64) -> Process {
         kernel,
         size: Size { blocks: 4096, threads: 256 },
         graph: 0,
+        fresh: false,
         then: None,
         same: false,
         duty: (1, 1),
@@ -383,11 +386,14 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let terms = terms(scenario.containers[container].percent, cont.scale);
             let size = plan.size;
             let later = u64::from(!plan.same && plan.then.is_some_and(|(at, _)| now - zero >= at));
-            let handle = 0x7f00_0000_0000 + 64 * (2 * p as u64 + later);
+            let one = if plan.fresh { proc.count } else { later };
+            let handle = 0x7f00_0000_0000 + ((p as u64) << 32) + 64 * one;
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
             // The kernels of a graph are not known one by one.
             let guess = || if plan.graph > 0 { MS } else { guess_ns(size, scenario.sms * 2048) };
-            let mut measuring = card.queues[p].iter().filter(|k| k.sample.is_some_and(|s| s.key == key));
+            let any_graph = proc.costs.is_first_graph(key);
+            let alike = |sample: Measurement| sample.key == key || (any_graph && sample.key.is_graph());
+            let mut measuring = card.queues[p].iter().filter(|k| k.sample.is_some_and(alike));
             let progress = || match measuring.next() {
                 None => Progress::None,
                 Some(Kernel { started: None, .. }) => Progress::Queued,
@@ -413,6 +419,9 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                 Admission::Go => {
                     if let Some(quote) = &quote {
                         proc.costs.book(quote);
+                        if plan.fresh {
+                            proc.costs.forget(key);
+                        }
                         proc.spent += i64::try_from(quote.ns).unwrap();
                         if scenario.events && quote.known && now - proc.sampled >= CLOSE_EVERY_NS {
                             proc.costs.measure_soon(quote);
@@ -438,6 +447,12 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
                     let has_place =
                         card.queues[p].iter().filter(|kernel| kernel.sample.is_some()).count() < PLACES;
                     let picked = quote.filter(|quote| quote.sample != Sample::No && has_place);
+                    if let Some(quote) = quote.filter(|quote| quote.sample == Sample::Chance && !has_place) {
+                        let more = proc.costs.missed(key, quote.ns);
+                        Bucket::over(&cont.tat).correct(coarse, more, terms);
+                        proc.spent += more.charge_ns();
+                    }
+                    let key = if plan.fresh { Key::FORGOTTEN } else { key };
                     let sample = picked.map(|quote| Measurement {
                         key,
                         ns: 0,
