@@ -194,6 +194,8 @@ struct Slot {
     key: AtomicU64,
     paid_ns: AtomicU64,
     host_ns: AtomicU64,
+    /// When the launch went.
+    from: AtomicU64,
     /// When the launch was first seen to have begun, coarse ns.
     began: AtomicU64,
 }
@@ -210,6 +212,7 @@ impl Slot {
             key: AtomicU64::new(0),
             paid_ns: AtomicU64::new(0),
             host_ns: AtomicU64::new(0),
+            from: AtomicU64::new(0),
             began: AtomicU64::new(0),
         }
     }
@@ -222,9 +225,13 @@ impl Slot {
         self.context.load(Relaxed) == context
     }
 
+    fn key(&self) -> Key {
+        Key::from_raw(self.key.load(Relaxed))
+    }
+
     fn measurement(&self, ns: u64) -> Measurement {
         Measurement {
-            key: Key::from_raw(self.key.load(Relaxed)),
+            key: self.key(),
             ns,
             host_ns: self.host_ns.load(Relaxed),
             paid_ns: self.paid_ns.load(Relaxed),
@@ -252,6 +259,49 @@ impl Slot {
         self.context.store(context, Relaxed);
         true
     }
+
+    /// How the measurement ended, of a place that is taken; `None` = it has not.
+    fn ended(&self, events: &dyn Events) -> Option<Ended> {
+        let (start, stop) = (self.start.load(Relaxed), self.stop.load(Relaxed));
+        let ns = match events.query(stop) {
+            Query::NotYet => return None,
+            Query::Done => events.elapsed_ns(start, stop),
+            Query::Failed => {
+                self.context.store(0, Relaxed);
+                None
+            }
+        };
+        let found = ns.map(|ns| self.measurement(ns)).ok_or_else(|| self.key());
+        Some(Ended { card: self.card.load(Relaxed), found })
+    }
+}
+
+/// A measurement that ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ended {
+    pub(super) card: usize,
+    /// Or whose events failed.
+    pub(super) found: Result<Measurement, Key>,
+}
+
+/// What became of the wish to measure a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Begun {
+    Measured,
+    /// All places are taken.
+    NoPlace,
+    /// No events could be put around it.
+    Failed,
+}
+
+/// Launches that were on their way when their context was ended, which waits for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Lost {
+    pub(super) card: usize,
+    /// When the first of them went.
+    pub(super) from: u64,
+    /// What they paid together.
+    pub(super) paid_ns: u64,
 }
 
 /// A [`Sample`] as a number, and back.
@@ -302,9 +352,9 @@ impl Sampler {
         Self { slots: [const { Slot::new() }; 16] }
     }
 
-    /// Whether any measurement is under way on a card.
-    pub(super) fn flying(&self, card: usize) -> bool {
-        self.slots.iter().any(|s| s.is(FLYING) && s.card.load(Relaxed) == card)
+    /// Whether any measurement is under way in a context.
+    pub(super) fn flying(&self, context: Handle) -> bool {
+        self.slots.iter().any(|s| s.is(FLYING) && s.is_of(context))
     }
 
     /// A place for a measurement in `context`, taken: one whose events fit, else one without events. Another context's events
@@ -329,10 +379,19 @@ impl Sampler {
         what: &Measuring,
         events: &dyn Events,
         call: impl FnOnce() -> CUresult,
-    ) -> CUresult {
+    ) -> (CUresult, Begun) {
         let context = events.context();
-        let Some(slot) = Some(context).filter(|c| *c != 0).and_then(|c| self.place(c)) else { return call() };
+        if context == 0 {
+            return (call(), Begun::Failed);
+        }
+        let Some(slot) = self.place(context) else { return (call(), Begun::NoPlace) };
         let from = clock::monotonic_ns();
+        slot.from.store(from, Relaxed);
+        slot.card.store(what.card, Relaxed);
+        slot.key.store(what.key.get(), Relaxed);
+        slot.paid_ns.store(what.paid_ns, Relaxed);
+        slot.sample.store(number_of(what.sample), Relaxed);
+        slot.began.store(0, Relaxed);
         let begun = relaxed(events, || {
             slot.prepare(context, events) && events.record(slot.start.load(Relaxed), what.stream)
         });
@@ -347,17 +406,12 @@ impl Sampler {
         // Where the stream has not come to the first event by now, it goes from there to the launch at once.
         let host_ns = if waits { 0 } else { clock::monotonic_ns().saturating_sub(from) };
         slot.host_ns.store(host_ns, Relaxed);
-        slot.card.store(what.card, Relaxed);
-        slot.key.store(what.key.get(), Relaxed);
-        slot.paid_ns.store(what.paid_ns, Relaxed);
-        slot.sample.store(number_of(what.sample), Relaxed);
-        slot.began.store(0, Relaxed);
         slot.put(if measured { FLYING } else { FREE });
-        result
+        (result, if measured || !result.is_ok() { Begun::Measured } else { Begun::Failed })
     }
 
-    /// Shows the measurements of the current context that have ended to `settle`, with their card.
-    pub(super) fn poll(&self, events: &dyn Events, mut settle: impl FnMut(usize, Measurement)) {
+    /// Shows the measurements of the current context that have ended to `settle`.
+    pub(super) fn poll(&self, events: &dyn Events, mut settle: impl FnMut(Ended)) {
         if !self.slots.iter().any(|s| s.is(FLYING)) {
             return;
         }
@@ -367,29 +421,26 @@ impl Sampler {
                 if !slot.is_of(context) || !slot.take(FLYING) {
                     continue;
                 }
-                let (start, stop) = (slot.start.load(Relaxed), slot.stop.load(Relaxed));
-                let query = events.query(stop);
-                let elapsed = if query == Query::Done { events.elapsed_ns(start, stop) } else { None };
-                let ended = elapsed.map(|ns| (slot.card.load(Relaxed), slot.measurement(ns)));
-                if query == Query::Failed {
-                    slot.context.store(0, Relaxed);
-                }
-                slot.put(if query == Query::NotYet { FLYING } else { FREE });
-                if let Some((card, measurement)) = ended {
-                    settle(card, measurement);
-                }
+                let ended = slot.ended(events);
+                slot.put(if ended.is_some() { FREE } else { FLYING });
+                ended.into_iter().for_each(&mut settle);
             }
         });
     }
 
-    /// How far the measurements of `key` in the current context have come. Where there is none because all places are taken,
-    /// it has to wait as well.
-    pub(super) fn progress(&self, key: Key, now_ns: u64, events: &dyn Events) -> Progress {
+    /// How far the measurements of `key` in the current context have come; of all graphs where it `is_any_graph`.
+    pub(super) fn progress(
+        &self,
+        key: Key,
+        is_any_graph: bool,
+        now_ns: u64,
+        events: &dyn Events,
+    ) -> Progress {
         let context = events.context();
-        let full = !self.slots.iter().any(|s| s.is(FREE));
-        let mut progress = if full { Progress::Queued } else { Progress::None };
+        let mut progress = Progress::None;
         for slot in &self.slots {
-            let here = slot.key.load(Relaxed) == key.get() && slot.is_of(context);
+            let found = slot.key();
+            let here = (found == key || (is_any_graph && found.is_graph())) && slot.is_of(context);
             if !here || !slot.take(FLYING) {
                 continue;
             }
@@ -414,22 +465,38 @@ impl Sampler {
         }
     }
 
-    /// A context may be ending, and its events with it: they are not touched any more until [`Sampler::ended`]. 0 = one of
-    /// the card `card` that is not known.
-    pub(super) fn hold(&self, context: Handle, card: usize) {
+    /// A context may be ending, and its events with it: they are not touched any more until [`Sampler::ended`]. What it has
+    /// measured so far is shown to `settle`. 0 = one of the card `card` that is not known.
+    pub(super) fn hold(
+        &self,
+        context: Handle,
+        card: usize,
+        events: &dyn Events,
+        mut settle: impl FnMut(Ended),
+    ) {
         for slot in self.of(context, card) {
             if slot.take(FLYING) {
-                slot.put(FLYING_HELD);
+                // It lives, current or not.
+                let ended = relaxed(events, || slot.ended(events));
+                slot.put(if ended.is_some() { FREE_HELD } else { FLYING_HELD });
+                ended.into_iter().for_each(&mut settle);
             } else if slot.take(FREE) {
                 slot.put(FREE_HELD);
             }
         }
     }
 
-    /// The context that was held ended, or not.
-    pub(super) fn ended(&self, context: Handle, card: usize, gone: bool) {
+    /// The context that was held ended, or not: what went with it.
+    pub(super) fn ended(&self, context: Handle, card: usize, gone: bool) -> Option<Lost> {
+        let mut lost: Option<Lost> = None;
         for slot in self.of(context, card) {
             let (flew, was_free) = (slot.take(FLYING_HELD), slot.take(FREE_HELD));
+            if gone && flew {
+                let (from, paid_ns) = (slot.from.load(Relaxed), slot.paid_ns.load(Relaxed));
+                let so_far = lost.unwrap_or(Lost { card: slot.card.load(Relaxed), from, paid_ns: 0 });
+                let paid_ns = so_far.paid_ns.saturating_add(paid_ns);
+                lost = Some(Lost { from: so_far.from.min(from), paid_ns, ..so_far });
+            }
             if gone && (flew || was_free) {
                 slot.context.store(0, Relaxed);
             }
@@ -437,6 +504,7 @@ impl Sampler {
                 slot.put(if flew && !gone { FLYING } else { FREE });
             }
         }
+        lost
     }
 
     fn of(&self, context: Handle, card: usize) -> impl Iterator<Item = &Slot> {

@@ -35,6 +35,7 @@ static PACER: Pacer = Pacer::new();
 /// A context that may be ending: the events in it go with it. To be made before the driver is asked.
 #[derive(Debug)]
 pub(crate) struct Ending {
+    container: &'static Container,
     context: usize,
     card: usize,
     gone: bool,
@@ -42,11 +43,23 @@ pub(crate) struct Ending {
 
 impl Ending {
     /// Of a context, 0 = an unknown one of the card at this place in the container.
-    pub(crate) fn begin(context: u64, card: u8) -> Self {
-        let context = usize::try_from(context).unwrap_or(0);
-        let ending = Self { context, card: card.into(), gone: false };
-        PACER.sampler.hold(ending.context, ending.card);
+    pub(crate) fn begin(container: &'static Container, context: u64, card: u8) -> Self {
+        let ending = Self {
+            container,
+            context: usize::try_from(context).unwrap_or(0),
+            card: card.into(),
+            gone: false,
+        };
+        PACER.sampler.hold(ending.context, ending.card, &events::Driver, |ended| {
+            if let Some(lane) = ending.lane(ended.card) {
+                PACER.enter(&lane, &ended);
+            }
+        });
         ending
+    }
+
+    fn lane(&self, card: usize) -> Option<Own<'static>> {
+        Own::all(self.container).find(|lane| lane.index() == card)
     }
 
     /// It has ended, or has not.
@@ -57,7 +70,11 @@ impl Ending {
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        PACER.sampler.ended(self.context, self.card, self.gone);
+        if let Some(lost) = PACER.sampler.ended(self.context, self.card, self.gone)
+            && let Some(lane) = self.lane(lost.card)
+        {
+            PACER.lost(&lane, &lost);
+        }
     }
 }
 

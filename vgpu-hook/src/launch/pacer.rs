@@ -6,13 +6,14 @@ use core::sync::atomic::{AtomicI64, AtomicU32, AtomicU64};
 
 use mullion_pace::policy::{JUST_LAUNCHED, STAMP_NS};
 use mullion_pace::{
-    Admission, CLOSE_EVERY_NS, Costs, Key, Progress, Quote, SLICE_NS, Sample, Size, Terms, guess_ns,
+    AHEAD_NS, Admission, CLOSE_EVERY_NS, Correction, Costs, Key, Progress, Quote, SLICE_NS, Sample, Size,
+    Terms, guess_ns,
 };
 use mullion_region::MAX_DEVICES;
 
 use super::Lane;
 use super::capture::Captures;
-use super::events::{Events, Handle, Measuring, Sampler, number_of, sample_of};
+use super::events::{Begun, Ended, Events, Handle, Lost, Measuring, Sampler, number_of, sample_of};
 use crate::cuda::CUresult;
 use crate::sys::{clock, futex_wait};
 
@@ -89,7 +90,7 @@ impl Paid {
         sample_of(self.0.get() as u32 >> 1 & 3)
     }
 
-    const fn ns(self) -> u64 {
+    pub(super) const fn ns(self) -> u64 {
         self.0.get() >> 3
     }
 }
@@ -199,7 +200,15 @@ impl Pacer {
         } else {
             let (card, key, stream) = (lane.index(), request.key, request.stream);
             let what = Measuring { card, key, stream, paid_ns: paid.ns(), sample: paid.sample() };
-            self.sampler.measure(&what, events, call)
+            let (result, begun) = self.sampler.measure(&what, events, call);
+            match begun {
+                Begun::Failed => self.costs.failed(key),
+                Begun::NoPlace if what.sample == Sample::Chance && result.is_ok() => {
+                    self.correct(lane, self.costs.missed(key, what.paid_ns));
+                }
+                _ => {}
+            }
+            result
         };
         if !result.is_ok() {
             self.give_back(lane, request.key, paid);
@@ -321,7 +330,8 @@ impl Pacer {
             self.poll(lane, events);
         }
         let guess = || self.guess(lane, request, events);
-        let progress = || self.sampler.progress(request.key, now, events);
+        let any_graph = self.costs.is_first_graph(request.key);
+        let progress = || self.sampler.progress(request.key, any_graph, now, events);
         self.costs.quote(request.key, measurable, guess, progress)
     }
 
@@ -337,8 +347,8 @@ impl Pacer {
         lane.words().waits.fetch_add(1, Relaxed);
         let (mut ns, mut since) = (first_ns, clock::coarse_ns());
         loop {
-            let slice =
-                if measurable && self.sampler.flying(lane.index()) { MEASURING_SLICE_NS } else { SLICE_NS };
+            let measuring = measurable && self.sampler.flying(events.context());
+            let slice = if measuring { MEASURING_SLICE_NS } else { SLICE_NS };
             sleep(lane, ns.min(slice));
             let now = clock::coarse_ns();
             lane.words().wait_ns.fetch_add(now.saturating_sub(since), Relaxed);
@@ -357,13 +367,34 @@ impl Pacer {
 
     /// Enters the measurements that have ended.
     pub(super) fn poll(&self, lane: &impl Lane, events: &impl Events) {
-        self.sampler.poll(events, |card, measurement| {
-            let correction = self.costs.measured(&measurement);
-            let local = self.local.get(card).filter(|_| card == lane.index());
-            let (Some(terms), Some(local)) = (lane.terms(), local) else { return };
+        self.sampler.poll(events, |ended| self.enter(lane, &ended));
+    }
+
+    /// Enters a measurement that has ended.
+    pub(super) fn enter(&self, lane: &impl Lane, ended: &Ended) {
+        match &ended.found {
+            Ok(measurement) => {
+                let correction = self.costs.measured(measurement);
+                if ended.card == lane.index() {
+                    self.correct(lane, correction);
+                }
+            }
+            Err(key) => self.costs.failed(*key),
+        }
+    }
+
+    /// A context was ended while launches in it were on their way, and the driver has waited for them: nobody will know what
+    /// each of them took, but together it was no more than the time since the first one.
+    pub(super) fn lost(&self, lane: &impl Lane, lost: &Lost) {
+        let took = clock::monotonic_ns().saturating_sub(lost.from).min(AHEAD_NS);
+        self.correct(lane, Correction::Charge(took.saturating_sub(lost.paid_ns)));
+    }
+
+    fn correct(&self, lane: &impl Lane, correction: Correction) {
+        if let (Some(terms), Some(local)) = (lane.terms(), self.local.get(lane.index())) {
             local.spent_ns.fetch_add(correction.charge_ns(), Relaxed);
             lane.bucket().correct(clock::coarse_ns(), correction, terms);
-        });
+        }
     }
 }
 

@@ -23,6 +23,8 @@ use crate::container::{CardWords, HamiTail, Page, PageCard};
 use crate::cuda::{CUenum, CUresult};
 use crate::sys::{clock, futex_wake};
 
+mod measuring;
+
 const MS: u64 = 1_000_000;
 
 /// The files of a container with one card.
@@ -271,7 +273,7 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
     };
     call(&fake);
     assert_eq!(*fake.log.borrow(), ["create", "create", "record", "call", "query", "record"]);
-    assert!(pacer.sampler.flying(0) && pacer.costs.known(request().key).is_none());
+    assert!(pacer.sampler.flying(7) && pacer.costs.known(request().key).is_none());
     let charged = files.words.tat.load(Relaxed);
     fake.running = false;
     call(&fake);
@@ -284,8 +286,8 @@ fn the_first_launch_is_measured_and_settles_what_was_charged() {
     }
     assert_eq!(fake.created.load(Relaxed), 2);
     // Until their context goes.
-    pacer.sampler.hold(7, 0);
-    pacer.sampler.ended(7, 0, true);
+    pacer.sampler.hold(7, 0, &fake, |_| {});
+    assert_eq!(pacer.sampler.ended(7, 0, true), None);
     for _ in 0..130 {
         call(&fake);
     }
@@ -306,7 +308,7 @@ fn a_captured_launch_is_neither_charged_nor_measured() {
     // A launch into another stream meanwhile is charged and measured: a capture may last as long as its program likes.
     fake.captured = false;
     let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
-    assert!(files.words.tat.load(Relaxed) > tat && pacer.sampler.flying(0));
+    assert!(files.words.tat.load(Relaxed) > tat && pacer.sampler.flying(7));
 }
 
 #[test]
@@ -319,7 +321,7 @@ fn a_stream_that_is_captured_while_its_launch_waits_gets_no_event() {
     pacer.captures.add(Capture { stream: 1, context: 7, device: 0, graphics: false });
     fake.captured = true;
     let _ = pacer.measured(&lane, &request(), paid, &fake, || CUresult::SUCCESS);
-    assert!(fake.log.borrow().is_empty() && !pacer.sampler.flying(0));
+    assert!(fake.log.borrow().is_empty() && !pacer.sampler.flying(7));
 }
 
 /// Launches on another thread while `change` is made; how long it took.
@@ -454,75 +456,6 @@ fn arguments_and_results_pass_unchanged() {
     // SAFETY: a null configuration is the driver's to refuse.
     let result = unsafe { super::kernel_ex(real_ex, core::ptr::null(), function, null_mut(), null_mut()) };
     assert_eq!(result, CUresult::INVALID_VALUE);
-}
-
-#[test]
-fn contexts_by_turns_do_not_make_events_for_ever() {
-    let pacer = pacer(None);
-    let (mut first, mut second) = (Fake::new(MS), Fake::new(MS));
-    (first.context, second.context) = (1, 2);
-    for round in 0..100 {
-        // Sixteen of the first are under way, then some of each.
-        let (running, order) = (round % 3 != 2, [&mut first, &mut second]);
-        for fake in order {
-            fake.running = running;
-            for _ in 0..16 {
-                let result = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
-                assert_eq!(result, CUresult::SUCCESS);
-            }
-            pacer.sampler.poll(fake, |_, _| {});
-        }
-    }
-    let made = first.created.load(Relaxed) + second.created.load(Relaxed);
-    assert!(made <= 2 * (16 + 2), "{made} events");
-}
-
-/// A program that warms up on one card and works on another.
-#[test]
-fn measurements_that_stay_in_one_context_do_not_keep_others_out() {
-    let (files, pacer) = (Files::new(30), pacer(None));
-    let (mut first, mut second) = (Fake::new(MS), Fake::new(5 * MS));
-    (first.context, second.context, first.running) = (1, 2, true);
-    for _ in 0..16 {
-        let _ = pacer.sampler.measure(&measuring(), &first, || CUresult::SUCCESS);
-    }
-    for _ in 0..3 {
-        let _ = pacer.launch(&files.lane(None), &request(), &second, || CUresult::SUCCESS);
-    }
-    assert_eq!(pacer.costs.known(request().key).map(|k| k.ns), Some(5 * MS));
-}
-
-/// One of two contexts is destroyed again and again; what is measured in the other one goes on, with the same events.
-#[test]
-fn the_end_of_a_context_touches_no_measurement_elsewhere() {
-    let pacer = pacer(None);
-    let (mut stays, mut goes) = (Fake::new(MS), Fake::new(MS));
-    (stays.context, goes.context) = (1, 2);
-    for _ in 0..100 {
-        for fake in [&mut stays, &mut goes] {
-            fake.running = true;
-            let _ = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
-        }
-        pacer.sampler.hold(2, 0);
-        let mut seen = 0;
-        goes.running = false;
-        pacer.sampler.poll(&goes, |_, _| seen += 1);
-        assert_eq!(seen, 0, "a context that is being destroyed was asked");
-        pacer.sampler.ended(2, 0, true);
-        stays.running = false;
-        pacer.sampler.poll(&stays, |_, _| seen += 1);
-        assert_eq!(seen, 1);
-    }
-    assert_eq!((stays.created.load(Relaxed), goes.created.load(Relaxed)), (2, 200));
-    // One that was given up by one of several goes on.
-    stays.running = true;
-    let _ = pacer.sampler.measure(&measuring(), &stays, || CUresult::SUCCESS);
-    pacer.sampler.hold(0, 0);
-    pacer.sampler.ended(0, 0, false);
-    let mut seen = 0;
-    stays.running = false;
-    pacer.sampler.poll(&stays, |_, _| seen += 1);
-    assert_eq!(seen, 1);
 }
 
 /// HK-09: the agent takes waits for a share that is held too tight.

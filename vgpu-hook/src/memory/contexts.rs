@@ -279,7 +279,7 @@ pub(crate) unsafe fn primary_end(
     };
     let _held = container.books.contexts.hold(card);
     let known = container.books.contexts.primary_handle(card);
-    let ending = launch::Ending::begin(known, card.index);
+    let ending = launch::Ending::begin(container, known, card.index);
     let departure = Departure::begin(container, Some(card), known);
     let _ending = container.books.contexts.ending();
     let hidden = container.books.measuring.hidden_many(Some(card));
@@ -470,7 +470,7 @@ unsafe fn end(
         return unsafe { real(context) };
     };
     let handle = context.addr() as u64;
-    let ending = launch::Ending::begin(handle, 0);
+    let ending = launch::Ending::begin(container, handle, 0);
     let entry = container.books.objects.get(key_of(Kind::Context, handle));
     let card = entry.and_then(|entry| container.card_at(entry.card));
     let _held = card.and_then(|card| container.books.contexts.hold(card));

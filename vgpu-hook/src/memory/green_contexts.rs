@@ -132,12 +132,12 @@ pub(crate) unsafe fn green_destroy(
     };
     let key = key_of(Kind::GreenContext, context.addr() as u64);
     let entry = container.books.objects.take(key);
-    let ending = launch::Ending::begin(context_of(context), entry.map_or(0, |entry| entry.card));
+    let ending = launch::Ending::begin(container, context_of(context), entry.map_or(0, |entry| entry.card));
     let _held = entry.and_then(|entry| container.books.contexts.hold(container.card_at(entry.card)?));
     let card = entry.and_then(|entry| container.card_at(entry.card));
     // It may have been the last to hold the primary context.
     let known = card.map_or(0, |card| container.books.contexts.primary_handle(card));
-    let primary = card.map(|card| launch::Ending::begin(known, card.index));
+    let primary = card.map(|card| launch::Ending::begin(container, known, card.index));
     let departure = Departure::begin(container, card, known);
     let _ending = container.books.contexts.ending();
     let hidden = container.books.measuring.hidden_many(card);

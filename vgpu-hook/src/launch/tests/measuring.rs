@@ -1,0 +1,148 @@
+//! Measurements: their places, and what becomes of those that find none or lose it.
+
+use super::*;
+
+#[test]
+fn contexts_by_turns_do_not_make_events_for_ever() {
+    let pacer = pacer(None);
+    let (mut first, mut second) = (Fake::new(MS), Fake::new(MS));
+    (first.context, second.context) = (1, 2);
+    for round in 0..100 {
+        // Sixteen of the first are under way, then some of each.
+        let (running, order) = (round % 3 != 2, [&mut first, &mut second]);
+        for fake in order {
+            fake.running = running;
+            for _ in 0..16 {
+                let (result, _) = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
+                assert_eq!(result, CUresult::SUCCESS);
+            }
+            pacer.sampler.poll(fake, |_| {});
+        }
+    }
+    let made = first.created.load(Relaxed) + second.created.load(Relaxed);
+    assert!(made <= 2 * (16 + 2), "{made} events");
+}
+
+/// A program that warms up on one card and works on another.
+#[test]
+fn measurements_that_stay_in_one_context_do_not_keep_others_out() {
+    let (files, pacer) = (Files::new(30), pacer(None));
+    let (mut first, mut second) = (Fake::new(MS), Fake::new(5 * MS));
+    (first.context, second.context, first.running) = (1, 2, true);
+    for _ in 0..16 {
+        let _ = pacer.sampler.measure(&measuring(), &first, || CUresult::SUCCESS);
+    }
+    for _ in 0..3 {
+        let _ = pacer.launch(&files.lane(None), &request(), &second, || CUresult::SUCCESS);
+    }
+    assert_eq!(pacer.costs.known(request().key).map(|k| k.ns), Some(5 * MS));
+}
+
+/// One of two contexts is destroyed again and again; what is measured in the other one goes on, with the same events.
+#[test]
+fn the_end_of_a_context_touches_no_measurement_elsewhere() {
+    let pacer = pacer(None);
+    let (mut stays, mut goes) = (Fake::new(MS), Fake::new(MS));
+    (stays.context, goes.context) = (1, 2);
+    for _ in 0..100 {
+        for fake in [&mut stays, &mut goes] {
+            fake.running = true;
+            let _ = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
+        }
+        pacer.sampler.hold(2, 0, &goes, |_| {});
+        let mut seen = 0;
+        goes.running = false;
+        pacer.sampler.poll(&goes, |_| seen += 1);
+        assert_eq!(seen, 0, "a context that is being destroyed was asked");
+        let lost = pacer.sampler.ended(2, 0, true);
+        assert!(lost.is_some_and(|lost| lost.card == 0 && lost.paid_ns == MS), "{lost:?}");
+        stays.running = false;
+        pacer.sampler.poll(&stays, |_| seen += 1);
+        assert_eq!(seen, 1);
+    }
+    assert_eq!((stays.created.load(Relaxed), goes.created.load(Relaxed)), (2, 200));
+    // One that was given up by one of several goes on.
+    stays.running = true;
+    let _ = pacer.sampler.measure(&measuring(), &stays, || CUresult::SUCCESS);
+    pacer.sampler.hold(0, 0, &stays, |_| {});
+    assert_eq!(pacer.sampler.ended(0, 0, false), None);
+    let mut seen = 0;
+    stays.running = false;
+    pacer.sampler.poll(&stays, |_| seen += 1);
+    assert_eq!(seen, 1);
+}
+
+/// Threads that launch a function for the first time, beside the first of them, which is still at the driver.
+#[test]
+fn nobody_passes_by_a_guess_beside_a_first_launch() {
+    let (files, pacer) = (Files::new(50), pacer(None));
+    let (fake, other) = (Fake::new(500 * MS), Fake::new(500 * MS));
+    let lane = files.lane(None);
+    let paid = pacer.pay(&lane, &request(), &fake);
+    assert!(paid.is_sample());
+    let result = pacer.measured(&lane, &request(), paid, &fake, || {
+        for _ in 0..63 {
+            files.words.tat.store(0, Relaxed);
+            assert!(pacer.pay(&lane, &request(), &other).ns() >= MS);
+        }
+        CUresult::SUCCESS
+    });
+    assert_eq!(result, CUresult::SUCCESS);
+}
+
+/// A context that has one place, which is in use, for another one was first.
+#[test]
+fn nobody_passes_by_a_guess_for_want_of_a_place() {
+    let (files, pacer) = (Files::new(50), pacer(None));
+    let (mut first, mut second) = (Fake::new(MS), Fake::new(500 * MS));
+    (first.context, second.context, first.running, second.running) = (1, 2, true, true);
+    for _ in 0..16 {
+        let _ = pacer.sampler.measure(&measuring(), &first, || CUresult::SUCCESS);
+    }
+    let lane = files.lane(None);
+    let _ = pacer.launch(&lane, &request(), &second, || CUresult::SUCCESS);
+    first.running = false;
+    pacer.sampler.poll(&first, |_| {});
+    let other = Request { key: Key::function(0x2000, Size { blocks: 4, threads: 32 }), ..request() };
+    for _ in 0..40 {
+        files.words.tat.store(0, Relaxed);
+        let paid = pacer.pay(&lane, &other, &second);
+        assert!(paid.ns() >= MS);
+        if paid.is_sample() {
+            let _ = pacer.measured(&lane, &other, paid, &second, || CUresult::SUCCESS);
+        }
+    }
+}
+
+/// What was measured of a context that ends is entered, and what was on its way is charged for the time until its end.
+#[test]
+fn launches_in_a_context_that_ends_are_paid() {
+    let (files, pacer, mut fake) = (Files::new(50), pacer(None), Fake::new(5 * MS));
+    let lane = files.lane(None);
+    let spent = || files.words.tat.load(Relaxed);
+    let launch = |fake: &Fake| {
+        files.words.tat.store(clock::coarse_ns(), Relaxed);
+        let _ = pacer.launch(&lane, &request(), fake, || CUresult::SUCCESS);
+    };
+    fake.running = true;
+    launch(&fake);
+    fake.running = false;
+    let elsewhere = Fake { context: 1, ..Fake::new(5 * MS) };
+    pacer.sampler.hold(7, 0, &elsewhere, |ended| pacer.enter(&lane, &ended));
+    assert_eq!(pacer.sampler.ended(7, 0, true), None);
+    assert!(pacer.costs.known(request().key).is_some());
+
+    pacer.costs.forget(request().key);
+    fake.running = true;
+    launch(&fake);
+    let before = spent();
+    thread::sleep(Duration::from_millis(20));
+    for (gone, least) in [(false, 0), (true, 38 * MS)] {
+        pacer.sampler.hold(7, 0, &fake, |_| panic!("it runs"));
+        if let Some(lost) = pacer.sampler.ended(7, 0, gone) {
+            pacer.lost(&lane, &lost);
+        }
+        let charged = spent() - before;
+        assert!(charged >= least && (gone || charged == 0), "{charged}");
+    }
+}
