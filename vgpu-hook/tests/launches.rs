@@ -66,6 +66,34 @@ fn a_share_is_held_by_launches_that_answer_when_the_kernel_has_ended() {
     }
 }
 
+/// A program that ends each context with its kernel in it, which the driver waits for.
+#[test]
+#[ignore = "needs the built library"]
+fn a_share_is_held_by_contexts_that_end_with_work_in_them() {
+    for how in ["ending", "reset"] {
+        let found = busy(&[how, "1", "20000"]);
+        assert!((24.0..=34.0).contains(&found), "{how}: {found} %");
+    }
+}
+
+/// Graphs of which none is launched twice, and more are queued than can be measured.
+#[test]
+#[ignore = "needs the built library"]
+fn a_share_is_held_by_new_graphs() {
+    let found = busy(&["graph", "2", "100000"]);
+    assert!((24.0..=36.0).contains(&found), "{found} %");
+}
+
+/// A launch that names a stream needs no current context: its card is the stream's.
+#[test]
+#[ignore = "needs the built library"]
+fn a_share_is_held_without_a_current_context() {
+    let mut place = Place::new();
+    place.set("FAKE_CUDA_CARDS", "h100x2");
+    let found = busy_in(place, &["bare", "1", "5000"]);
+    assert!((24.0..=34.0).contains(&found), "{found} %");
+}
+
 /// Percent of the card that a program has which may use 30.
 fn busy(words: &[&str]) -> f64 {
     busy_in(Place::new(), words)

@@ -240,6 +240,12 @@ impl<'a> Own<'a> {
         card.map(|card| Self { container, card })
     }
 
+    /// Whether a launch for which there is no current card has to do with one all the same: its stream's.
+    #[inline]
+    pub(crate) fn is_by_stream() -> bool {
+        ONLY.load(Relaxed) == SHARES
+    }
+
     /// The lanes of all cards.
     pub(crate) fn all(container: &'a Container) -> impl Iterator<Item = Self> {
         container.cards().map(move |card| Self { container, card })
