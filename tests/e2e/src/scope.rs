@@ -261,6 +261,15 @@ impl Scope {
         self.lab.kubectl(&args)
     }
 
+    /// What the agent of a node tells Prometheus.
+    ///
+    /// # Errors
+    ///
+    /// It does not answer.
+    pub fn metrics_of(&self, node: &str) -> Result<String> {
+        self.lab.on_node(node, &["curl", "-sf", "http://127.0.0.1:9394/metrics"])
+    }
+
     /// Deletes a pod and waits until it and its allocation are gone.
     ///
     /// # Errors

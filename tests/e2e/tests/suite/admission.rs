@@ -219,7 +219,7 @@ async fn a_wish_that_cannot_be_read_is_told_and_costs_no_other() -> Result<()> {
     ensure!(event.contains("\"high\""), "{event}");
     let series = format!("mullion_container_throttled{{node=\"node-a\",namespace=\"{}\"", scope.namespace);
     eventually("it is held to its share", PATIENCE, || async {
-        let metrics = scope.lab.on_node("node-a", &["curl", "-sf", "http://127.0.0.1:9394/metrics"])?;
+        let metrics = scope.metrics_of("node-a")?;
         Ok(metrics.lines().any(|l| l.starts_with(&series) && l.ends_with(" 1")).then_some(()))
     })
     .await?;

@@ -135,10 +135,67 @@ async fn memory_ends_at_the_slice_for_each_container_of_one_card() -> Result<()>
     )?;
     full("b", 1000)?;
     ensure_filled(&fact(&scope, "two", "a", "cat /tmp/held")?, 2000 * MIB, 0)?;
+    let card = cards.first().context("a card")?;
+    eventually("the metrics say so", PATIENCE, || async {
+        let metrics = scope.metrics_of("node-a")?;
+        Ok(ensure_shown(&metrics, &scope.namespace, card).inspect_err(|error| println!("{error}")).ok())
+    })
+    .await?;
     // And a second process of the first gets nothing: not even a context fits.
     let none = scope.exec("two", "a", &["sh", "-c", "vgpu-probe alloc 1 0; test $? = 2"])?;
     ensure!(none.contains("\"result\": 2"), "{none}");
     scope.remove().await
+}
+
+/// Under HAMi's names, those before v2.10 and ours: container `a` holds all of its 2000 MiB in one process, `b` none of 1000.
+fn ensure_shown(metrics: &str, namespace: &str, card: &str) -> Result<()> {
+    let value = |name: &str, labels: [&str; 2]| -> Result<f64> {
+        let of_it = |line: &&str| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{'))
+                && labels.iter().all(|label| line.contains(label))
+        };
+        let lines: Vec<&str> = metrics.lines().filter(of_it).collect();
+        ensure!(lines.len() == 1, "{name} {labels:?}: {lines:?}");
+        lines[0].rsplit(' ').next().and_then(|value| value.parse().ok()).context("a number")
+    };
+    let namespace = format!("namespace=\"{namespace}\"");
+    let of = |name: &str, container: &str| {
+        let label =
+            if name.starts_with("vGPU_") || name.starts_with("Device_") { "ctrname" } else { "container" };
+        value(name, [&namespace, &format!("{label}=\"{container}\"")])
+    };
+    #[expect(clippy::cast_precision_loss, reason = "below 2^53")]
+    let bytes = |mib: u64| (mib * MIB) as f64;
+    for name in [
+        "vGPU_device_memory_limit_in_bytes",
+        "hami_vgpu_memory_limit_bytes",
+        "mullion_container_memory_limit_bytes",
+    ] {
+        let limits = (of(name, "a")?, of(name, "b")?);
+        ensure!(limits == (bytes(2000), bytes(1000)), "{name}: {limits:?}");
+    }
+    for name in [
+        "vGPU_device_memory_usage_in_bytes",
+        "Device_memory_desc_of_container",
+        "hami_vgpu_memory_used_bytes",
+        "hami_container_device_memory_bytes",
+        "mullion_container_memory_used_bytes",
+        "mullion_container_memory_driver_bytes",
+    ] {
+        let (held, none) = (of(name, "a")?, of(name, "b")?);
+        ensure!(held > bytes(1998) && held <= bytes(2000) && none == 0.0, "{name}: {held} and {none}");
+    }
+    ensure!(of("mullion_container_limit_hits_total", "a")? >= 1.0, "nothing was refused");
+    ensure!(of("mullion_container_processes", "a")? == 1.0, "not one process");
+    for (name, label) in [
+        ("HostGPUMemoryUsage", "deviceuuid"),
+        ("hami_host_gpu_memory_used_bytes", "device_uuid"),
+        ("mullion_card_memory_used_bytes", "device_uuid"),
+    ] {
+        let used = value(name, [&format!("{label}=\"{card}\""), ""])?;
+        ensure!(used > bytes(1998), "{name}: {used}");
+    }
+    Ok(())
 }
 
 // HK-04 as far as processes go, and design section 8: a process killed at any instruction.
