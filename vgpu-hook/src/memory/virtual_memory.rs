@@ -162,8 +162,33 @@ impl Allocations {
         }
         let Some(handle) = retain_at_driver(address) else { return false };
         release_at_driver(handle);
-        // A handle that nobody holds is in no table.
-        self.handles.get(handle).is_none_or(|known| known.note == mapping.note)
+        self.is_of(mapping, handle, address)
+    }
+
+    /// Whether what the driver has at `address` by this handle is the mapping that stood there. The lock is held.
+    fn is_of(&self, mapping: &Entry, handle: u64, address: u64) -> bool {
+        if let Some(known) = self.handles.get(handle) {
+            return known.note == mapping.note;
+        }
+        // A handle that nobody holds is in no table: then what begins below and reaches as far tells.
+        self.covering(address).is_none_or(|(mark, other)| mark != 0 || other.note == mapping.note)
+    }
+
+    /// The mapping that `address` lies in, and its mark: what is marked may be gone, and another one be there.
+    fn covering(&self, address: u64) -> Option<(u64, Entry)> {
+        let mut found: Option<(u64, Entry)> = None;
+        self.mappings.drain(
+            |key, entry| {
+                let (start, mark) = (key - key % STEP, key % STEP);
+                let is_there = start <= address && address - start < entry.size;
+                if is_there && (found.is_none() || mark == 0) {
+                    found = Some((mark, *entry));
+                }
+                false
+            },
+            |_, _| {},
+        );
+        found
     }
 
     /// The driver took marked mappings away.
@@ -225,18 +250,7 @@ impl Allocations {
     fn enter_reference(&self, handle: u64, address: u64, known: Option<Entry>) {
         let mut mapping = self.mappings.get(address);
         if mapping.is_none() && known.is_none() {
-            self.mappings.drain(
-                |key, entry| {
-                    let (start, mark) = (key - key % STEP, key % STEP);
-                    let is_there = start <= address && address - start < entry.size;
-                    // What is marked may be gone, and another one be there.
-                    if is_there && (mapping.is_none() || mark == 0) {
-                        mapping = Some(*entry);
-                    }
-                    false
-                },
-                |_, _| {},
-            );
+            mapping = self.covering(address).map(|(_, entry)| entry);
         }
         let Some(number) = known.or(mapping).map(|entry| entry.note) else { return };
         let base = known.unwrap_or(Entry { size: 0, card: 0, kind: 1, note: number });
@@ -473,5 +487,25 @@ mod tests {
         let mark = allocations.mark_mappings(&range);
         allocations.drop_mappings(&range, mark, |entry| gone = Some((entry.size, entry.card)));
         assert_eq!(gone, Some((STEP, 3)));
+    }
+
+    #[test]
+    fn a_mapping_that_another_one_covers_by_now_is_not_put_back() {
+        const HANDLE: u64 = 5;
+        const ADDRESS: u64 = 64 * STEP;
+        let allocations = Allocations::new();
+        let mapping = |note| Entry { size: 4 * STEP, card: 0, kind: 1, note };
+        let stale = mapping(1);
+        assert!(allocations.is_of(&stale, HANDLE, ADDRESS), "nothing else is known there");
+        // Being taken away itself, it may be gone.
+        let _ = allocations.mappings.insert((ADDRESS - STEP) | 7, &mapping(2));
+        assert!(allocations.is_of(&stale, HANDLE, ADDRESS));
+        let _ = allocations.mappings.insert(ADDRESS - 2 * STEP, &mapping(3));
+        assert!(!allocations.is_of(&stale, HANDLE, ADDRESS), "the other one's handle was released");
+        assert!(allocations.is_of(&stale, HANDLE, ADDRESS + 8 * STEP));
+        // A handle that is held says itself whose it is.
+        assert!(allocations.add(HANDLE, 4 * STEP, 0));
+        assert!(allocations.is_of(&stale, HANDLE, ADDRESS));
+        assert!(!allocations.is_of(&mapping(2), HANDLE, ADDRESS));
     }
 }
