@@ -17,6 +17,8 @@ use nix::fcntl::{FcntlArg, OFlag, OpenHow, ResolveFlag, fcntl, openat2};
 use nix::libc;
 use nix::time::{ClockId, clock_gettime};
 
+use crate::prepare::files::USAGE_FILE;
+
 /// Why a usage file tells nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum Unreadable {
@@ -154,6 +156,7 @@ impl Folder {
     }
 
     /// The usage file in the folder `name`, one of HAMi's: the one that is called `*.cache`, as HAMi's monitor finds it.
+    /// One of ours is none, also where it is not known whose it is: in it stands what its tenant likes.
     ///
     /// # Errors
     /// [`Unreadable`], also when there is none, or more than one.
@@ -172,7 +175,8 @@ impl Folder {
                 return Err(Unreadable::Ambiguous);
             }
         }
-        Self(folder).usage_file(&found.ok_or(Unreadable::Missing)?)
+        let found = found.filter(|file| file != Path::new(USAGE_FILE)).ok_or(Unreadable::Missing)?;
+        Self(folder).usage_file(&found)
     }
 
     /// Opens `name`, a path below, of a plain file. Nothing else is opened: not even looking at a pipe or a device is

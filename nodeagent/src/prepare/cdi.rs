@@ -183,7 +183,13 @@ pub fn file_name(grant: &str) -> String {
 #[must_use]
 pub fn grant_of(file_name: &str) -> Option<&str> {
     let grant = file_name.strip_prefix("mullion.io-grant-")?.strip_suffix(".json")?;
-    (grant.len() == 16 && grant.bytes().all(|b| b.is_ascii_hexdigit())).then_some(grant)
+    is_grant(grant).then_some(grant)
+}
+
+/// Whether that is a grant's name: 16 hex digits.
+#[must_use]
+pub fn is_grant(name: &str) -> bool {
+    name.len() == 16 && name.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
 fn newer<'a>(a: &'a str, b: &'a str) -> &'a str {

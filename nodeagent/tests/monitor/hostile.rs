@@ -298,3 +298,26 @@ fn many_processes_are_not_too_many_locks() {
         assert_eq!(container(&looked.snapshot, "p", "main").usage.as_ref().unwrap().processes, 500);
     }
 }
+
+/// An agent that lost whose a grant is does not take the tenant's word for it: its file is none of HAMi's, in which limits,
+/// cards and priority stand.
+#[test]
+fn a_container_whose_grant_is_lost_is_not_read_as_one_of_hamis() {
+    let mut node = Node::new();
+    for pod in ["lost", "neighbour"] {
+        node.pod(pod, &["main"], &[("GPU-0", 4096, 30)]);
+    }
+    let me = std::process::id();
+    node.processes("lost", "main", &[me]);
+    node.world.grants.retain(|_, grant| grant.pod != "lost");
+    let file = node.usage("lost", "main");
+    file.put(usage::LIMITS_AT, 77 * MIB);
+    file.put32(usage::PRIORITY_AT, 0);
+    let told = sample(&["GPU-0"], &[("GPU-0", me, 300, 90)], node.unix_ns());
+    let looked = node.look(Some(&told));
+    assert!(!container(&looked.snapshot, "neighbour", "main").gated);
+    assert_eq!(container(&looked.snapshot, "lost", "main").usage, Err("UsageMissing"));
+    let text = scrape(looked.snapshot);
+    let limits = lines(&text, "mullion_container_memory_limit_bytes");
+    assert!(!limits.iter().any(|line| line.contains("lost")), "{limits:?}");
+}
