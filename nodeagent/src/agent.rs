@@ -32,7 +32,7 @@ use crate::prepare::driver_files::Finder;
 use crate::prepare::library::Library;
 use crate::prepare::{Preparer, container_folder, files};
 use crate::release::Releaser;
-use crate::restore::{Restored, restore, start_log};
+use crate::restore::{Restored, keep_card_pids, restore, start_log};
 use crate::state::{Key, State};
 use crate::status::Syncer;
 use crate::wishes;
@@ -73,6 +73,7 @@ pub async fn run(
     agent.library.announce().await;
     let log = start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone(), rebuild);
     agent.spawn(log.then(|()| std::future::pending()));
+    agent.spawn(keep_card_pids(Arc::clone(&agent.shared), agent.state.clone()));
     agent.spawn(api::append_facts(agent.audit.clone(), received));
     let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;
     let _events = agent.watch_cards(driver.clone(), &client)?;

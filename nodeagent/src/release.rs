@@ -32,7 +32,7 @@ use crate::cgroup::{self, Cgroups};
 use crate::config::Settings;
 use crate::error::Error;
 use crate::metrics::Metrics;
-use crate::nvml::DriverHandle;
+use crate::nvml::{self, DriverHandle};
 use crate::prepare::library::Library;
 use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
 use crate::state::State;
@@ -333,9 +333,19 @@ impl Releaser {
             fact.containers.iter().flat_map(|c| &c.devices).map(|d| d.uuid.0.clone()).collect();
         cards.sort_unstable();
         cards.dedup();
-        // Without a driver nothing runs on a card; and the cgroup is gone.
-        if !fact.prepared || self.shared.read(|w| matches!(w.driver, Driver::Down { .. })) {
+        if !fact.prepared {
             return Ok(None);
+        }
+        let down = self.shared.read(|w| match &w.driver {
+            Driver::Down { code, .. } => Some(*code),
+            Driver::Unknown | Driver::Ready { .. } => None,
+        });
+        match down {
+            // The cgroup is gone, and without a driver nothing is on a card.
+            Some(code) if nvml::is_absence(code) => return Ok(None),
+            // One that hangs or fails has proved nothing. Whether it answers again is looked after elsewhere.
+            Some(code) => return Ok(Some(Witness::Unproved { code })),
+            None => {}
         }
         let pids = self.driver.pids(cards).await?;
         let known = self.shared.read(|w| w.card_pids.get(&fact.pod.uid).cloned().unwrap_or_default());

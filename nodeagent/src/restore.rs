@@ -1,7 +1,7 @@
 //! What a former run left: the state file first, then the audit log, which knows what the state file has lost. Both lie in
 //! one folder and are lost together; then the allocations' status says whose each grant is.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use kube::ResourceExt;
 use mullion_audit::Event as AuditEvent;
 use mullion_core::facts::Event;
-use mullion_core::units::AllocationUid;
+use mullion_core::units::{AllocationUid, PodUid};
 use mullion_crds::gpunode::GPUNode;
 use mullion_crds::vgpuallocation::VGPUAllocation;
 use tracing::{info, warn};
@@ -72,10 +72,36 @@ pub(crate) async fn restore(settings: &Settings, state: &State) -> Result<Restor
         world.mark(&grant.allocation.as_str().into(), |fact| fact.prepared = true);
         world.grants.insert(grant.grant.clone(), grant);
     }
+    if same_boot {
+        let pids: BTreeMap<PodUid, BTreeSet<u32>> = state.get(Key::CardPids).await?.unwrap_or_default();
+        world.card_pids = pids.into_iter().filter(|(pod, _)| world.allocation_of(pod).is_some()).collect();
+    }
     let folders = [("hookDir", &settings.hook_dir), ("cdiDir", &settings.cdi_dir)];
     keep_folders(&folders, state, same_boot && !world.grants.is_empty()).await?;
     let offered: Vec<String> = state.get(Key::Slots).await?.unwrap_or_default();
     Ok(Restored { world, offered, rebuild })
+}
+
+/// Keeps which processes pods have on cards: that alone tells whose a dead one is that the driver still lists, and it may
+/// do so for longer than this run of the agent.
+pub(crate) async fn keep_card_pids(shared: Arc<Shared>, state: State) {
+    let mut bell = shared.bell();
+    let mut kept = shared.read(|w| w.card_pids.clone());
+    loop {
+        bell.borrow_and_update();
+        let pids = shared.read(|w| (w.card_pids != kept).then(|| w.card_pids.clone()));
+        if let Some(pids) = pids {
+            match state.put(Key::CardPids, &pids).await {
+                Ok(()) => kept = pids,
+                Err(error) => {
+                    warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "processes on cards not kept");
+                }
+            }
+        }
+        if bell.changed().await.is_err() {
+            return;
+        }
+    }
 }
 
 /// The specs of grants in `cdi_dir`.
@@ -530,5 +556,37 @@ mod tests {
         assert_eq!(kept, shared.read(|w| w.grants.values().cloned().collect::<Vec<_>>()));
         assert_eq!((kept[0].pod.as_str(), kept[0].container.as_str()), ("pod-a", "main"));
         assert_eq!(state.get(Key::Rebuild).await.unwrap(), Some(Rebuild::Done));
+    }
+
+    /// A driver that holds on to a dead process may do so for longer than an agent lives.
+    #[tokio::test]
+    async fn whose_a_process_on_a_card_was_is_known_to_the_next_run() {
+        let place = tempfile::tempdir().unwrap();
+        let settings = settings(place.path(), "state");
+        let path = settings.state_dir.join("state.db");
+        let state = State::open(&path).await.unwrap();
+        restore(&settings, &state).await.unwrap();
+        let shared = Shared::new(World::default());
+        let keeper = tokio::spawn(keep_card_pids(Arc::clone(&shared), state.clone()));
+        let mut object =
+            VGPUAllocation::new("a", mullion_crds::vgpuallocation::VGPUAllocationSpec::default());
+        object.metadata.uid = Some("a".to_owned());
+        (object.spec.node_name, object.spec.pod.uid) = ("n".to_owned(), "pod".to_owned());
+        state.put_allocation("a", &object).await.unwrap();
+        let pids = BTreeSet::from([4711]);
+        shared.change(|w| w.card_pids = [("pod".into(), pids.clone()), ("gone".into(), pids.clone())].into());
+        while state.get::<BTreeMap<PodUid, BTreeSet<u32>>>(Key::CardPids).await.unwrap().is_none() {
+            tokio::task::yield_now().await;
+        }
+        // Killed: not closed.
+        keeper.abort();
+        drop(state);
+        let state = State::open(&path).await.unwrap();
+        let Restored { world, .. } = restore(&settings, &state).await.unwrap();
+        assert_eq!(world.card_pids, [("pod".into(), pids)].into(), "of pods that have an allocation here");
+        // In another boot the number is another's.
+        state.put(Key::BootId, &"another").await.unwrap();
+        let Restored { world, .. } = restore(&settings, &state).await.unwrap();
+        assert!(world.card_pids.is_empty());
     }
 }

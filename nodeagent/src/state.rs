@@ -82,6 +82,8 @@ pub enum Key {
     GpuNode,
     /// Cards with their health.
     Cards,
+    /// Pids of processes on cards, by pod.
+    CardPids,
     /// Wishes that cannot be read and that were told of.
     MisreadTold,
     /// The settings that name folders of which containers were given files, with their values.
@@ -99,6 +101,7 @@ impl Key {
             Self::Observation => "observation",
             Self::GpuNode => "gpuNode",
             Self::Cards => "cards",
+            Self::CardPids => "cardPids",
             Self::MisreadTold => "misreadTold",
             Self::Folders => "folders",
             Self::Rebuild => "rebuild",

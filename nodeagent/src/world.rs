@@ -216,7 +216,8 @@ pub struct World {
     pub refused: BTreeMap<AllocationUid, Refused>,
     /// What the monitor thinks of allocations' limits; `None` until its first look in this run.
     pub verdicts: Option<BTreeMap<AllocationUid, Verdict>>,
-    /// Host pids by which the driver has listed a pod's processes on a card, while they lived.
+    /// Host pids by which the driver has listed a pod's processes on a card, while they lived: in this run of the agent or,
+    /// in this boot, in a former one.
     pub card_pids: BTreeMap<PodUid, BTreeSet<u32>>,
     /// Ids that the kubelet's checkpoint gives to containers.
     pub kubelet_ids: BTreeSet<String>,

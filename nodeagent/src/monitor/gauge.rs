@@ -42,6 +42,7 @@ impl Gauge {
         if let Some(list) = &sample.processes {
             let of_us = || list.iter().filter(|p| processes.has(p.pid));
             measured.processes = of_us().count();
+            measured.pids = of_us().map(|p| p.pid).collect();
             // One process of which the driver does not say how much makes the sum unknown.
             measured.bytes = of_us().map(|p| p.bytes).try_fold(0_u64, |sum, b| Some(sum.saturating_add(b?)));
             measured.by_process = of_us().filter_map(|p| Some((p.pid, p.bytes?))).collect();

@@ -183,6 +183,7 @@ impl Monitor {
             self.announcer.usage_file(pod, container, message.as_deref());
         }
         self.shared.change_if(|world| {
+            let pids_before = world.card_pids.clone();
             if let Some(listed) = listed {
                 // What the driver does not list any more holds nothing.
                 for pids in world.card_pids.values_mut() {
@@ -196,7 +197,7 @@ impl Monitor {
                     world.card_pids.entry(pod).or_default().extend(pids);
                 }
             }
-            let changed = world.verdicts.as_ref() != Some(&verdicts);
+            let changed = world.verdicts.as_ref() != Some(&verdicts) || world.card_pids != pids_before;
             world.verdicts = Some(verdicts);
             changed
         });

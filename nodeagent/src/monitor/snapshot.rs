@@ -1,6 +1,6 @@
 //! What the last look saw, for whoever asks until the next one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mullion_audit::PodRef;
 
@@ -54,6 +54,8 @@ pub struct Measured {
     pub card: String,
     /// Processes of the container that it lists.
     pub processes: usize,
+    /// Their host pids, also of those of which it does not say how much they hold.
+    pub pids: BTreeSet<u32>,
     /// Their memory in bytes; `None` where it is not known.
     pub bytes: Option<u64>,
     /// The same by host pid.

@@ -196,6 +196,13 @@ impl DriverHandle {
     }
 }
 
+/// Whether an error of the driver as a whole means that there is none: then nothing runs on a card. All else says nothing
+/// about that.
+#[must_use]
+pub fn is_absence(code: &str) -> bool {
+    matches!(code, "NVML_ERROR_LIBRARY_NOT_FOUND" | "NVML_ERROR_DRIVER_NOT_LOADED")
+}
+
 fn spawn(name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
     thread.map(drop).map_err(|source| Error::Thread { name, source })

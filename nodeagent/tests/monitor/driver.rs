@@ -9,7 +9,7 @@ use mullion_nodeagent::metrics::Metrics;
 use mullion_nodeagent::nvml::DriverHandle;
 
 use crate::common::tenant::Tenant;
-use crate::common::{MIB, Node, container, lines, scrape_all};
+use crate::common::{MIB, Node, container, lines, sample, scrape_all};
 
 /// The simulated cards of this process; `None` in the process that only starts the other one.
 fn cards(test: &str, cards: &str) -> Option<(Store, PathBuf)> {
@@ -116,4 +116,17 @@ fn only_a_containers_own_processes_are_counted() {
     node.world.pods.as_mut().unwrap().get_mut(&"a".into()).unwrap().containers.clear();
     let looked = node.look(Some(&sample));
     assert_eq!(container(&looked.snapshot, "a", "main").measured[0].bytes, None);
+}
+
+/// Where the driver does not say how much a process holds, it holds its card all the same, also once it is dead.
+#[test]
+fn a_process_without_a_figure_is_on_its_card() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let me = std::process::id();
+    node.processes("p", "main", &[me]);
+    let mut told = sample(&["GPU-0"], &[("GPU-0", me, 1, 0)], 0);
+    told.cards[0].processes.as_mut().unwrap()[0].bytes = None;
+    let looked = node.look(Some(&told));
+    assert_eq!(looked.on_cards.get("p"), Some(&[me].into()));
 }

@@ -28,7 +28,7 @@ use tower::service_fn;
 use crate::{Node, world};
 
 /// An API server that lists pods of these uids, and does nothing else.
-fn api(pods: &[&str]) -> Client {
+pub fn api(pods: &[&str]) -> Client {
     let items: Vec<_> = pods.iter().map(|uid| json!({"metadata": {"name": uid, "uid": uid}})).collect();
     let list = json!({
         "apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadataList", "metadata": {}, "items": items,

@@ -46,7 +46,7 @@ impl Engine {
         if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
             self.pace(now, elapsed_ns, granted, usage, kept, decision, &readings, &mut measured);
         }
-        let on_cards: BTreeSet<u32> = measured.iter().flat_map(|m| m.by_process.keys().copied()).collect();
+        let on_cards: BTreeSet<u32> = measured.iter().flat_map(|m| m.pids.iter().copied()).collect();
         if !on_cards.is_empty() && target.grant.is_some() {
             looked.on_cards.entry(target.pod.uid.clone()).or_default().extend(on_cards);
         }
