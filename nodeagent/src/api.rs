@@ -1,8 +1,9 @@
 //! What the API server says about this node: its allocations, its `GPUNode`, its Node and its pods. Each watch keeps
 //! the world up to date; what must outlive a restart goes into the state file.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
@@ -20,7 +21,7 @@ use mullion_crds::vgpuallocation::VGPUAllocation;
 use tokio::sync::mpsc;
 use tracing::{debug, info, warn};
 
-use crate::audit::Audit;
+use crate::audit::{Audit, WITHDRAWN};
 use crate::prepare::{allocation_ref, pod_ref, reserved, voided};
 use crate::state::{Key, State};
 use crate::world::{ContainerSeen, Misread, PodSeen, Shared};
@@ -43,11 +44,34 @@ impl std::fmt::Debug for Watches {
     }
 }
 
-/// Appends facts that nobody waits for, in order, until the last sender is gone.
+/// Pause between two tries to append what a log that takes no rows refused.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// Appends facts that nobody waits for, in order, until the last sender is gone. While the log takes no rows, facts that are
+/// true only once (those with a key) wait: who holds a card follows from them. There are few of them, for no container
+/// starts meanwhile. The others, such as what a minute brought, are lost.
 pub async fn append_facts(audit: Audit, mut facts: mpsc::UnboundedReceiver<Entry>) {
-    while let Some(entry) = facts.recv().await {
-        if let Err(error) = audit.append(entry).await {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "fact not audited");
+    let mut waiting: VecDeque<Entry> = VecDeque::new();
+    loop {
+        let come = if waiting.is_empty() {
+            Some(facts.recv().await)
+        } else {
+            tokio::time::timeout(AGAIN, facts.recv()).await.ok()
+        };
+        let ended = matches!(come, Some(None));
+        waiting.extend(come.flatten());
+        while let Some(entry) = waiting.pop_front() {
+            let Err(error) = audit.append(entry.clone()).await else { continue };
+            let waits = !audit.is_ok() && entry.key.is_some();
+            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), waits, "fact not audited");
+            if waits {
+                waiting.push_front(entry);
+                waiting.retain(|entry| entry.key.is_some());
+                break;
+            }
+        }
+        if ended {
+            return;
         }
     }
 }
@@ -69,7 +93,7 @@ fn withdrawn(fact: &AllocationFact, observation: i64) -> AuditEvent {
     AuditEvent::Released {
         allocation: allocation_ref(fact),
         pod: pod_ref(&fact.pod),
-        code: "Withdrawn".to_owned(),
+        code: WITHDRAWN.to_owned(),
         observation: u64::try_from(observation).unwrap_or(0),
     }
 }

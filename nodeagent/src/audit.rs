@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use jiff::Timestamp;
-use mullion_audit::{AuditLog, AuditReader, ContainerKind, Entry, Event, Head, HeldAllocation, Options};
+use mullion_audit::{
+    AllocationRef, AuditLog, AuditReader, ContainerKind, Entry, Event, Head, HeldAllocation, Options,
+};
 use mullion_core::facts::{AllocationFact, ContainerGrant, ContainerKind as CoreKind, DeviceGrant, PodRef};
 use mullion_core::ledger::Standing;
 use mullion_core::units::{CoreShare, Mib, NodeName};
@@ -17,10 +19,14 @@ use tracing::warn;
 
 use crate::api::traced;
 use crate::error::Error;
-use crate::prepare::{allocation_ref, pod_ref, prepared, reserved};
+use crate::prepare::{allocation_ref, pod_ref, prepared, reserved, voided};
 use crate::state::Grant;
 use crate::world::World;
 
+/// Why an allocation is over that was undone before anything of it was given out.
+pub const WITHDRAWN: &str = "Withdrawn";
+/// Why one is over that somebody took from the API server, once nothing of its pod is left.
+pub const NO_ALLOCATION: &str = "NoAllocation";
 /// How long an append waits for the log to be opened.
 const PATIENCE: Duration = Duration::from_secs(6);
 /// How long [`Audit::check`] waits for it.
@@ -134,6 +140,16 @@ impl Audit {
         Ok(open.into_iter().map(|(grant, at)| (grant, at.as_second())).collect())
     }
 
+    /// Allocations that hold cards by the log's word.
+    ///
+    /// # Errors
+    /// [`Error::Audit`].
+    pub async fn open_allocations(&self) -> Result<BTreeMap<String, HeldAllocation>, Error> {
+        let path = self.path.clone();
+        let read = async move { AuditReader::open(path).await?.open_allocations().await };
+        read.boxed().await.map_err(|source| Error::Audit { source })
+    }
+
     /// What the log says is held on this node: for an agent whose state file is lost.
     ///
     /// # Errors
@@ -179,6 +195,39 @@ pub fn carried_over(world: &World) -> Vec<Entry> {
         if fact.init_done {
             events.push(Event::InitDone { allocation: allocation_ref(fact), pod: pod_ref(&fact.pod) });
         }
+    }
+    events.into_iter().map(traced).collect()
+}
+
+/// Rows that may have been lost on their way into the log: their writer was killed, or the log took none. `open` is what
+/// the log says is held; `world` knows better once the API server has listed its allocations. Each row has a key, so that
+/// one that the log has adds nothing.
+#[must_use]
+pub fn missed(world: &World, open: &BTreeMap<String, HeldAllocation>) -> Vec<Entry> {
+    let mut events = Vec::new();
+    for fact in world.ledger.allocations_on(&world.node).filter(|fact| !fact.released) {
+        events.extend(match world.ledger.standing(&fact.uid) {
+            Some(Standing::Holds) => Some(reserved(fact)),
+            Some(standing) => voided(fact, &standing),
+            None => None,
+        });
+        if fact.init_done {
+            events.push(Event::InitDone { allocation: allocation_ref(fact), pod: pod_ref(&fact.pod) });
+        }
+    }
+    for (uid, held) in open {
+        let is_known = world.ledger.allocation(&uid.as_str().into()).is_some();
+        // What is left of a grant is looked after by who sweeps.
+        if is_known || world.grants_of(&uid.as_str().into()).next().is_some() {
+            continue;
+        }
+        let prepared = held.containers.values().any(|c| c.prepared.is_some());
+        events.push(Event::Released {
+            allocation: AllocationRef { uid: uid.clone(), name: held.name.clone() },
+            pod: held.pod.clone(),
+            code: if prepared { NO_ALLOCATION } else { WITHDRAWN }.to_owned(),
+            observation: u64::try_from(world.observation).unwrap_or(0),
+        });
     }
     events.into_iter().map(traced).collect()
 }

@@ -347,7 +347,10 @@ impl Releaser {
             Some(code) => return Ok(Some(Witness::Unproved { code })),
             None => {}
         }
-        let pids = self.driver.pids(cards).await?;
+        let pids = match self.driver.pids(cards).await {
+            Err(error) if nvml::is_absence(error.code()) => return Ok(None),
+            pids => pids?,
+        };
         let known = self.shared.read(|w| w.card_pids.get(&fact.pod.uid).cloned().unwrap_or_default());
         let on_card = |pid: &&u32| is_on_card(Path::new(PROC), **pid, pod, &known);
         Ok(pids.iter().find_map(|(card, pids)| {

@@ -14,7 +14,7 @@ use mullion_crds::gpunode::GPUNode;
 use mullion_crds::vgpuallocation::VGPUAllocation;
 use tracing::{info, warn};
 
-use crate::audit::{Audit, Held, carried_over};
+use crate::audit::{Audit, Held, carried_over, missed};
 use crate::cgroup::Cgroups;
 use crate::config::Settings;
 use crate::error::Error;
@@ -171,6 +171,16 @@ pub(crate) async fn start_log(audit: Audit, shared: Arc<Shared>, state: State, r
             retry.after(&error, "what was rebuilt is not kept yet").await;
         }
     }
+    let mut retry = Retry::default();
+    while let Err(error) = complete(&audit, &shared).await {
+        retry.after(&error, "the audit log is not complete yet").await;
+    }
+}
+
+/// Writes down what a former run could not, and what came to an end while nobody looked.
+async fn complete(audit: &Audit, shared: &Shared) -> Result<(), Error> {
+    let open = audit.open_allocations().await?;
+    audit.append_many(shared.read(|world| missed(world, &open))).await
 }
 
 /// A step that fails is tried again, after a pause that grows.
@@ -588,5 +598,55 @@ mod tests {
         state.put(Key::BootId, &"another").await.unwrap();
         let Restored { world, .. } = restore(&settings, &state).await.unwrap();
         assert!(world.card_pids.is_empty());
+    }
+
+    /// An agent that was killed between forgetting an allocation and its row, or whose log was full just then.
+    #[tokio::test]
+    async fn what_ended_without_a_row_ends_at_the_next_start() {
+        let place = tempfile::tempdir().unwrap();
+        let settings = settings(place.path(), "state");
+        let state = State::open(&settings.state_dir.join("state.db")).await.unwrap();
+        let audit = Audit::new(settings.state_dir.join("audit.db"));
+        audit.open(&settings.node).await;
+        let reserved = |uid: &str| AuditEvent::AllocationReserved {
+            allocation: AllocationRef { uid: uid.to_owned(), name: uid.to_owned() },
+            pod: PodRef { namespace: "t".to_owned(), name: "p".to_owned(), uid: format!("pod-{uid}") },
+            sequence: 1,
+            created: 0,
+            containers: Vec::new(),
+        };
+        audit.append(reserved("gone")).await.unwrap();
+        audit.append(reserved("here")).await.unwrap();
+        audit.close().await;
+        let mut object =
+            VGPUAllocation::new("here", mullion_crds::vgpuallocation::VGPUAllocationSpec::default());
+        object.metadata.uid = Some("here".to_owned());
+        object.spec.node_name = "n".to_owned();
+        let rows = async || {
+            let mut reader =
+                mullion_audit::AuditReader::open(settings.state_dir.join("audit.db")).await.unwrap();
+            let rows = reader.list(&mullion_audit::Filter::default()).await.unwrap();
+            let of = rows.iter().filter(|row| row.kind != "AgentStarted");
+            of.map(|row| (row.kind.clone(), row.allocation_uid.clone().unwrap(), row.code.clone()))
+                .collect::<Vec<_>>()
+        };
+        for _ in 0..2 {
+            let mut world = World { node: "n".into(), grants_known: true, ..World::default() };
+            world.see_allocation(object.clone());
+            world.mark(&"here".into(), |fact| (fact.prepared, fact.init_done) = (true, true));
+            world.allocations_listed = true;
+            start_log(audit.clone(), Shared::new(world), state.clone(), Rebuild::Done).await;
+            audit.close().await;
+        }
+        let row = |kind: &str, uid: &str, code: Option<&str>| {
+            (kind.to_owned(), uid.to_owned(), code.map(str::to_owned))
+        };
+        let want = [
+            row("AllocationReserved", "gone", None),
+            row("AllocationReserved", "here", None),
+            row("InitDone", "here", None),
+            row("Released", "gone", Some("Withdrawn")),
+        ];
+        assert_eq!(rows().await, want);
     }
 }

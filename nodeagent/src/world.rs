@@ -266,8 +266,8 @@ impl World {
             return;
         }
         self.orphans.remove(uid);
-        if let Some(object) = self.allocations.remove(uid) {
-            let pod = PodUid(object.spec.pod.uid.clone());
+        self.allocations.remove(uid);
+        if let Some(pod) = self.ledger.allocation(uid).map(|fact| fact.pod.uid.clone()) {
             self.deleted_pods.remove(&pod);
             self.card_pids.remove(&pod);
         }

@@ -8,7 +8,7 @@ use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{ConnectOptions as _, Connection as _, QueryBuilder, Row as _, Sqlite, SqliteConnection};
 
 use crate::chain::{Head, Row};
-use crate::replay::{Holder, NodeLedger, replay};
+use crate::replay::{HeldAllocation, Holder, NodeLedger, replay};
 use crate::{Error, store};
 
 /// How long a reader waits for SQLite's locks; in WAL mode it hardly ever has to.
@@ -280,6 +280,20 @@ impl AuditReader {
     /// What SQLite says.
     pub async fn open_grants(&mut self) -> Result<BTreeMap<String, Timestamp>, Error> {
         store::open_grants(&mut self.connection).await.map_err(|e| failed(&self.path, e))
+    }
+
+    /// Allocations that hold cards by the log's word: reserved or prepared, and neither voided nor released. Reads rows about
+    /// such allocations alone.
+    ///
+    /// # Errors
+    /// What SQLite says, or [`Error::UnknownEvent`].
+    pub async fn open_allocations(&mut self) -> Result<BTreeMap<String, HeldAllocation>, Error> {
+        let mut query = QueryBuilder::<Sqlite>::new(store::SELECT_EVENTS);
+        query.push(
+            "WHERE e.kind IN ('AllocationReserved', 'Prepared') AND NOT EXISTS (SELECT 1 FROM events r \
+             WHERE r.allocation_uid = e.allocation_uid AND r.kind IN ('Released', 'AllocationVoided')) ORDER BY e.seq",
+        );
+        Ok(replay(self.fetch(query).await?)?.allocations)
     }
 
     /// Rebuilds the node's ledger from the first row to the last.

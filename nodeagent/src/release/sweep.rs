@@ -4,13 +4,16 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use mullion_audit::Event as AuditEvent;
+use mullion_core::facts::AllocationFact;
 use mullion_core::units::AllocationUid;
 use tracing::{info, warn};
 
 use super::Releaser;
+use crate::api::traced;
+use crate::audit::NO_ALLOCATION;
 use crate::cgroup::Cgroups;
 use crate::error::Error;
-use crate::prepare::{cdi, container_folder, files};
+use crate::prepare::{allocation_ref, cdi, container_folder, files, pod_ref};
 use crate::state::Grant;
 
 /// How often files without an owner are looked for, and how old they must be.
@@ -21,24 +24,27 @@ impl Releaser {
     /// somebody else took off.
     pub(super) async fn sweep(&self, cgroups: &Cgroups) {
         let (all_known, grants) = self.shared.read(|w| {
-            // An orphan known from the audit log alone has no object that a release could start from.
-            let bare = |uid: &AllocationUid| w.orphans.contains(uid) && !w.allocations.contains_key(uid);
-            let known =
-                |uid: &str| w.ledger.allocation(&uid.into()).is_some_and(|f| !f.released && !bare(&f.uid));
-            let grants: Vec<_> = w.grants.values().map(|g| (g.clone(), known(&g.allocation))).collect();
+            let seen = |grant: &Grant| {
+                let uid = AllocationUid::from(grant.allocation.as_str());
+                let fact = w.ledger.allocation(&uid).filter(|fact| !fact.released);
+                // An orphan known from the audit log alone has no object that a release could start from.
+                let bare = w.orphans.contains(&uid) && !w.allocations.contains_key(&uid);
+                (grant.clone(), fact.is_some() && !bare, fact.filter(|_| bare).cloned())
+            };
+            let grants: Vec<_> = w.grants.values().map(seen).collect();
             (w.allocations_listed && w.pods.is_some() && w.grants_known, grants)
         });
         if !all_known {
             return;
         }
-        for (grant, known) in &grants {
-            if *known || !matches!(cgroups.remains(&grant.pod), Ok(None)) {
+        for (grant, known, orphan) in &grants {
+            if *known || !self.is_over(grant, orphan.as_ref(), cgroups).await {
                 continue;
             }
             let folder = container_folder(&self.settings, &grant.pod, &grant.container);
             let removed = self.remove_grant(&grant.grant).and_then(|()| files::remove_folder(&folder));
             let withdrawn = match removed {
-                Ok(()) => self.withdraw_bare(grant).await,
+                Ok(()) => self.withdraw_bare(grant, orphan.as_ref()).await,
                 Err(error) => Err(error),
             };
             match withdrawn {
@@ -57,19 +63,35 @@ impl Releaser {
                 }
             }
         }
+        let grants: Vec<&Grant> = grants.iter().map(|(grant, ..)| grant).collect();
         self.remove_unowned(cgroups, &grants);
     }
 
-    /// Forgotten only once it is written down, so that a log that takes no row now gets it at a later sweep.
-    async fn withdraw_bare(&self, grant: &Grant) -> Result<(), Error> {
-        let event =
-            AuditEvent::GrantWithdrawn { grant: grant.grant.clone(), code: "NoAllocation".to_owned() };
-        self.audit.append(event).await?;
+    /// Whether nothing of a grant's pod is left. With an orphan's last grant its cards are given on, so they are looked at.
+    async fn is_over(&self, grant: &Grant, orphan: Option<&AllocationFact>, cgroups: &Cgroups) -> bool {
+        match orphan {
+            Some(fact) => matches!(self.witness(fact, cgroups).await, Ok(None)),
+            None => matches!(cgroups.remains(&grant.pod), Ok(None)),
+        }
+    }
+
+    /// Forgotten only once it is written down, so that a log that takes no row now gets it at a later sweep. An orphan is
+    /// held by the log's word as well, until it says that this is over.
+    async fn withdraw_bare(&self, grant: &Grant, orphan: Option<&AllocationFact>) -> Result<(), Error> {
+        let code = NO_ALLOCATION.to_owned();
+        let mut rows =
+            vec![AuditEvent::GrantWithdrawn { grant: grant.grant.clone(), code: code.clone() }.into()];
+        rows.extend(orphan.map(|fact| {
+            let observation = self.shared.read(|w| u64::try_from(w.observation).unwrap_or(0));
+            let (allocation, pod) = (allocation_ref(fact), pod_ref(&fact.pod));
+            traced(AuditEvent::Released { allocation, pod, code, observation })
+        }));
+        self.audit.append_many(rows).await?;
         self.state.forget(&grant.allocation).await
     }
 
-    fn remove_unowned(&self, cgroups: &Cgroups, grants: &[(Grant, bool)]) {
-        let owned = |name: &str| grants.iter().any(|(g, _)| g.grant == name);
+    fn remove_unowned(&self, cgroups: &Cgroups, grants: &[&Grant]) {
+        let owned = |name: &str| grants.iter().any(|g| g.grant == name);
         let now = SystemTime::now();
         for (path, name) in
             entries(&self.settings.cdi_dir).into_iter().chain(entries(&self.settings.pages_dir()))
@@ -83,7 +105,7 @@ impl Releaser {
         }
         for (path, name) in entries(&self.settings.containers_dir()) {
             let Some((pod, container)) = name.split_once('_') else { continue };
-            let owned = grants.iter().any(|(g, _)| g.pod == pod && g.container == container);
+            let owned = grants.iter().any(|g| g.pod == pod && g.container == container);
             // HAMi's folders have the same names and other files.
             let ours = path.join(files::USAGE_FILE).exists();
             if ours && !owned && is_old(&path, now) && matches!(cgroups.remains(pod), Ok(None)) {

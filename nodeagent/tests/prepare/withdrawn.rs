@@ -8,7 +8,7 @@ use axum::http::{Request, Response};
 use futures::FutureExt;
 use kube::Client;
 use kube::client::Body;
-use mullion_audit::{AuditReader, Filter};
+use mullion_audit::{AuditReader, Event, Filter};
 use mullion_crds::vgpuallocation::Kind;
 use mullion_nodeagent::api::append_facts;
 use mullion_nodeagent::cgroup::Cgroups;
@@ -20,7 +20,7 @@ use mullion_nodeagent::nvml::DriverHandle;
 use mullion_nodeagent::prepare::library::Library;
 use mullion_nodeagent::release::Releaser;
 use mullion_nodeagent::state::Grant;
-use mullion_nodeagent::world::{PodSeen, Shared};
+use mullion_nodeagent::world::{Driver, PodSeen, Shared};
 use serde_json::json;
 use tokio::sync::{mpsc, watch};
 use tower::service_fn;
@@ -242,4 +242,61 @@ async fn a_grant_without_an_allocation_is_forgotten_only_once_that_is_written_do
     assert_eq!(node.withdrawn().await, [(grant.grant.clone(), "NoAllocation".to_owned())]);
     assert_eq!(node.state.grants().await.unwrap(), []);
     assert!(node.shared.read(|w| w.grants.is_empty()));
+}
+
+/// State lost, and the allocation taken away while the agent was down: the log must not name the pod for ever.
+#[tokio::test]
+async fn an_orphan_that_the_log_alone_knows_ends_there() {
+    let node = Node::new(true).await;
+    let containers: &[(&str, Kind, &[&str])] =
+        &[("main", Kind::App, &["slot-0000"]), ("side", Kind::Sidecar, &["slot-0001"])];
+    node.checkpoint(&node.pod("bare-pod", containers, true));
+    node.prepare(&["slot-0000"]).await.unwrap();
+    node.prepare(&["slot-0001"]).await.unwrap();
+    let node = node.restart(&[]).await;
+    let held = node.audit.held(&node.settings.node).await.unwrap();
+    let uid = "uid-of-bare-pod".into();
+    node.shared.change(|w| {
+        for fact in held.facts {
+            w.ledger.apply(&mullion_core::facts::Event::AllocationObserved(fact));
+        }
+        w.lose_allocation(&uid);
+        assert!(w.orphans.contains(&uid));
+    });
+    let holders = async || {
+        let mut reader = AuditReader::open(node.settings.state_dir.join("audit.db")).await.unwrap();
+        reader.replay().await.unwrap().holders("GPU-0").len()
+    };
+    // A driver that has not answered yet is no proof.
+    let ready = node.shared.change(|w| {
+        std::mem::replace(&mut w.driver, Driver::Down { code: "NVML_NO_ANSWER", reason: String::new() })
+    });
+    node.tidy(&[]).await;
+    assert_eq!((holders().await, node.shared.read(|w| w.grants.len())), (2, 2));
+    node.shared.change(|w| w.driver = ready);
+    node.tidy(&[]).await;
+    assert!(node.shared.read(|w| w.ledger.allocation(&uid).is_none() && w.grants.is_empty()));
+    assert_eq!(holders().await, 0);
+    assert_eq!(node.audited("Released").await.len(), 1);
+}
+
+/// While the log takes no rows, nothing that says who holds a card is lost, and of the rest nothing is heaped up.
+#[tokio::test]
+async fn facts_that_are_true_once_wait_for_a_log_that_is_full() {
+    let node = Node::new(true).await;
+    let (facts, received) = mpsc::unbounded_channel();
+    let appending = tokio::spawn(append_facts(node.audit.clone(), received));
+    node.block_log(true);
+    let issued = |grant: &str| Event::GrantIssued { grant: grant.to_owned(), device_ids: Vec::new() };
+    let passing = Event::PluginRegistered { resource: "r".to_owned(), slots: 1 };
+    for event in [issued("a"), passing.clone(), issued("b"), passing] {
+        facts.send(event.into()).unwrap();
+    }
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    node.block_log(false);
+    assert!(node.audited("GrantIssued").await.is_empty());
+    drop(facts);
+    appending.await.unwrap();
+    assert_eq!(node.audited("GrantIssued").await.len(), 2);
+    assert_eq!(node.audited("PluginRegistered").await.len(), 0);
 }
