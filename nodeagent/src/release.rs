@@ -41,9 +41,9 @@ use crate::world::{Driver, PodSeen, Shared, Witness, World};
 pub use sweep::remove_specs;
 use sweep::{SWEEP, report};
 
-/// How often proof is looked for while something is being released.
+/// Shortest pause between two looks for proof, or between two tries of a step that fails.
 const POLL: Duration = Duration::from_millis(100);
-/// Longest pause between two tries of a step that fails.
+/// Longest one.
 const SLOWEST: Duration = Duration::from_secs(5);
 /// A pod that is bound here but was never seen: how long its watch may lag before the API server is asked.
 const LAG: Duration = Duration::from_secs(3);
@@ -161,7 +161,7 @@ impl Releaser {
                         if entry.since.elapsed() >= LONG {
                             self.tell(&uid, witness);
                         }
-                        entry.at = Instant::now() + POLL;
+                        entry.at = Instant::now() + pause(entry.since.elapsed());
                         entry.pause = POLL;
                     }
                     Err(error) => {
@@ -468,6 +468,12 @@ impl Releaser {
     }
 }
 
+/// Pause before proof is looked for again, a part of the time that it was looked for in vain: each look goes through all
+/// processes of the node and asks the driver, and a card that hangs may never be proved free.
+fn pause(waited: Duration) -> Duration {
+    (waited / 16).clamp(POLL, SLOWEST)
+}
+
 /// Whether a process that the driver lists is the pod's. One that is dead is told by `known`, the pids that it had on
 /// cards: the driver may give memory back later than the kernel lets go of the process.
 fn is_on_card(proc: &Path, pid: u32, pod: &str, known: &BTreeSet<u32>) -> bool {
@@ -504,6 +510,22 @@ mod tests {
             let world = World { pods, deleted_pods, ..World::default() };
             assert_eq!(life(&world, &object), want, "{case}");
         }
+    }
+
+    #[test]
+    fn a_release_that_waits_long_is_looked_at_seldom() {
+        let (mut at, mut looks) = (Duration::ZERO, Vec::new());
+        while at < Duration::from_hours(1) {
+            looks.push(at);
+            at += pause(at);
+        }
+        let within = |seconds| looks.iter().filter(|at| at.as_secs() < seconds).count();
+        assert!(within(1) >= 10, "one that is over at once ends at once");
+        assert!(within(3600) - within(60) <= 750, "{}", within(3600) - within(60));
+        assert!(
+            looks.windows(2).skip(16).all(|pair| pair[1] <= pair[0].mul_f64(1.0626)),
+            "what comes is seen soon"
+        );
     }
 
     #[test]

@@ -131,12 +131,12 @@ fn a_dead_process_that_the_driver_lists_holds_its_card() {
         let mut bell = node.shared.bell();
         let knows =
             || node.shared.read(|w| w.card_pids.get(&"bare-pod".into()).is_some_and(|p| !p.is_empty()));
-        let known = async {
+        let seen = async {
             while !knows() {
                 bell.changed().await.unwrap();
             }
         };
-        tokio::time::timeout(Duration::from_secs(20), known).await.unwrap();
+        tokio::time::timeout(Duration::from_secs(20), seen).await.unwrap();
 
         process.kill().unwrap();
         process.wait().unwrap();
