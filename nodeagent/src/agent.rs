@@ -10,7 +10,7 @@ use futures::FutureExt;
 use kube::Client;
 use mullion_audit::{Entry, Event as AuditEvent};
 use mullion_core::request::COUNT;
-use tokio::sync::{Mutex, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
@@ -225,7 +225,7 @@ impl Agent {
             state: self.state.clone(),
             audit: self.audit.clone(),
             metrics: Arc::clone(&self.metrics),
-            turn: Arc::new(Mutex::new(())),
+            turn: Arc::default(),
         };
         self.spawn(publisher.clone().run());
         let syncer = Syncer {

@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::api::PostParams;
 use kube::{Api, Client};
-use mullion_audit::{CardSeen, Event as AuditEvent};
+use mullion_audit::{CardSeen, Entry, Event as AuditEvent};
 use mullion_crds::gpunode::{Card, GPUNode, GPUNodeSpec, GPUNodeStatus, HealthState, Summary};
 use mullion_crds::names::AGENT_MANAGER;
 use tokio::sync::Mutex;
@@ -234,8 +234,8 @@ pub struct Publisher {
     pub audit: Audit,
     /// Counters.
     pub metrics: Arc<Metrics>,
-    /// One write at a time.
-    pub turn: Arc<Mutex<()>>,
+    /// One write at a time; and the number of the last inventory that this run knows to be in the audit log.
+    pub turn: Arc<Mutex<i64>>,
 }
 
 impl std::fmt::Debug for Publisher {
@@ -255,6 +255,7 @@ impl Publisher {
             bell.borrow_and_update();
             match self.pending() {
                 Difference::None => {
+                    self.catch_up().await;
                     if bell.changed().await.is_err() {
                         return;
                     }
@@ -300,7 +301,7 @@ impl Publisher {
     /// # Errors
     /// [`Error::Api`], [`Error::State`]; a write that met another one is tried again with what that one left.
     pub async fn publish(&self) -> Result<(), Error> {
-        let _turn = self.turn.lock().await;
+        let mut audited = self.turn.lock().await;
         let name = self.shared.read(|w| w.node.0.clone());
         let api: Api<GPUNode> = Api::all(self.client.clone());
         let object = match self.shared.read(|w| w.gpunode.clone()) {
@@ -341,10 +342,21 @@ impl Publisher {
             w.refold_node();
         });
         self.state.put(Key::GpuNode, &written).await?;
-        if change == Difference::Facts {
-            self.audit_inventory(&status).await;
-        }
+        self.audit_inventory(&written, &mut audited).await;
         Ok(())
+    }
+
+    /// Writes down what the API server has and the audit log may not: an agent can be killed between the two, and the
+    /// report that says that the log takes no rows is one of which it has none.
+    async fn catch_up(&self) {
+        let mut audited = self.turn.lock().await;
+        let object = self.shared.read(|w| {
+            let takes_rows = w.signs.audit == Some(Ok(()));
+            w.gpunode.clone().filter(|_| w.gpunode_known && takes_rows)
+        });
+        if let Some(object) = object {
+            self.audit_inventory(&object, &mut audited).await;
+        }
     }
 
     async fn create(&self, api: &Api<GPUNode>, name: &str) -> Result<GPUNode, Error> {
@@ -360,7 +372,11 @@ impl Publisher {
         }
     }
 
-    async fn audit_inventory(&self, status: &GPUNodeStatus) {
+    /// Each inventory once, also over restarts.
+    async fn audit_inventory(&self, object: &GPUNode, audited: &mut i64) {
+        let Some(status) = object.status.as_ref().filter(|status| status.observation > *audited) else {
+            return;
+        };
         let card = |c: &Card| CardSeen {
             uuid: c.uuid.clone(),
             model: c.model.clone(),
@@ -371,8 +387,14 @@ impl Publisher {
             driver_version: status.driver_version.clone(),
             cards: status.cards.iter().map(card).collect(),
         };
-        if let Err(error) = self.audit.append(event).await {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "inventory not audited");
+        // Numbers begin anew with another object.
+        let uid = object.metadata.uid.as_deref().unwrap_or_default();
+        let key = format!("inventory/{uid}/{}", status.observation);
+        match self.audit.append(Entry::from(event).keyed(key)).await {
+            Ok(()) => *audited = status.observation,
+            Err(error) => {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "inventory not audited");
+            }
         }
     }
 }

@@ -240,16 +240,17 @@ impl State {
         Ok(())
     }
 
-    /// Forgets an allocation and its grants.
+    /// Forgets an allocation and its grants, both or neither.
     ///
     /// # Errors
     /// [`Error::State`].
     pub async fn forget(&self, uid: &str) -> Result<(), Error> {
+        let mut both = self.pool.begin().await.map_err(self.failed("write"))?;
         for statement in ["DELETE FROM grants WHERE allocation = ?", "DELETE FROM allocations WHERE uid = ?"]
         {
-            sqlx::query(statement).bind(uid).execute(&self.pool).await.map_err(self.failed("write"))?;
+            sqlx::query(statement).bind(uid).execute(&mut *both).await.map_err(self.failed("write"))?;
         }
-        Ok(())
+        both.commit().await.map_err(self.failed("write"))
     }
 
     /// Every grant that was kept.
@@ -356,6 +357,19 @@ mod tests {
         assert_eq!(state.get::<String>(Key::Observation).await.unwrap(), None, "another shape is dropped");
         assert_eq!(state.allocations::<String>().await.unwrap(), ["b"]);
         assert_eq!(state.grants().await.unwrap(), [grant("0c", "b"), grant("0d", "b")]);
+    }
+
+    #[tokio::test]
+    async fn an_allocation_is_forgotten_with_its_grants_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = State::open(&folder.path().join("state.db")).await.unwrap();
+        state.put_allocation("a", &"a").await.unwrap();
+        state.put_grant(&grant("0a", "a")).await.unwrap();
+        let fails = "CREATE TRIGGER no BEFORE DELETE ON allocations BEGIN SELECT RAISE(ABORT, 'no'); END";
+        sqlx::query(fails).execute(&state.pool).await.unwrap();
+        assert_eq!(state.forget("a").await.unwrap_err().code(), "StateFailed");
+        assert_eq!(state.grants().await.unwrap(), [grant("0a", "a")]);
+        assert_eq!(state.allocations::<String>().await.unwrap(), ["a"]);
     }
 
     /// Slots and grants thrown away at a full disk or a lock would be missing when it is over.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use jiff::Timestamp;
-use mullion_audit::{CardState, Event as AuditEvent};
+use mullion_audit::{CardState, Entry, Event as AuditEvent};
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
@@ -20,6 +20,18 @@ use crate::world::{Driver, Shared};
 
 /// Pause before the driver is asked a second time.
 const HICCUP: std::time::Duration = std::time::Duration::from_millis(500);
+
+/// Rows that wait for a log that takes none, at most.
+const MOST_ROWS: usize = 256;
+
+/// What is still to be written.
+#[derive(Default)]
+struct Due {
+    /// Into the audit log.
+    rows: Vec<Entry>,
+    /// The cards, into the state file.
+    cards: bool,
+}
 
 /// Looks at the driver, listens to XIDs, tells the world.
 pub struct Watcher {
@@ -51,18 +63,19 @@ impl Watcher {
         let mut ticks = tokio::time::interval(self.settings.poll);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut listening = true;
+        let mut due = Due::default();
         loop {
             tokio::select! {
-                _ = ticks.tick() => self.look().await,
+                _ = ticks.tick() => self.look(&mut due).await,
                 xid = self.xids.recv(), if listening => match xid {
-                    Some(seen) => self.xid(seen).await,
+                    Some(seen) => self.xid(seen, &mut due).await,
                     None => listening = false,
                 },
             }
         }
     }
 
-    async fn look(&self) {
+    async fn look(&self, due: &mut Due) {
         let now = Timestamp::now();
         let mut result = self.driver.survey().await;
         if result.is_err() {
@@ -83,9 +96,7 @@ impl Watcher {
                     }
                     changed
                 });
-                if changed {
-                    self.keep().await;
-                }
+                due.cards |= changed;
                 turns
             }
             Err(error) => {
@@ -93,14 +104,26 @@ impl Watcher {
                 BTreeMap::new()
             }
         };
-        self.tell(turns).await;
+        self.tell(turns, due).await;
     }
 
-    /// For the next run in this boot.
-    async fn keep(&self) {
-        let Some(cards) = self.shared.read(|w| w.cards.clone()) else { return };
-        if let Err(error) = self.state.put(Key::Cards, &cards).await {
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "cards not kept");
+    /// Cards for the next run in this boot, once what happened to them is in the audit log: to that run it is nothing new.
+    async fn keep(&self, due: &mut Due) {
+        if !due.rows.is_empty() {
+            if let Err(error) = self.audit.append_many(due.rows.clone()).await {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "health not audited");
+                let surplus = due.rows.len().saturating_sub(MOST_ROWS);
+                due.rows.drain(..surplus);
+                return;
+            }
+            due.rows.clear();
+        }
+        let Some(cards) = self.shared.read(|w| w.cards.clone()).filter(|_| due.cards) else { return };
+        match self.state.put(Key::Cards, &cards).await {
+            Ok(()) => due.cards = false,
+            Err(error) => {
+                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "cards not kept");
+            }
         }
     }
 
@@ -121,7 +144,7 @@ impl Watcher {
         });
     }
 
-    async fn xid(&self, seen: XidSeen) {
+    async fn xid(&self, seen: XidSeen, due: &mut Due) {
         let now = Timestamp::now();
         info!(card = seen.card, xid = seen.xid, "XID");
         let mut turns = BTreeMap::new();
@@ -136,14 +159,12 @@ impl Watcher {
             }
             changed
         });
-        if changed {
-            self.keep().await;
-        }
-        self.tell(turns).await;
+        due.cards |= changed;
+        self.tell(turns, due).await;
     }
 
     /// Each turn once to the log, the audit log and Kubernetes.
-    async fn tell(&self, turns: BTreeMap<String, Turn>) {
+    async fn tell(&self, turns: BTreeMap<String, Turn>, due: &mut Due) {
         for (card, turn) in turns {
             let (state, xid, message) = match &turn {
                 Turn::Failed(illness) => (CardState::Unhealthy, illness.xid, illness.message.clone()),
@@ -152,10 +173,9 @@ impl Watcher {
             warn!(card, ?state, reason = message, "health of a card changed");
             let event =
                 AuditEvent::HealthChanged { card: card.clone(), state, xid, message: message.clone() };
-            if let Err(error) = self.audit.append(event).await {
-                warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "health not audited");
-            }
+            due.rows.push(event.into());
             self.announcer.card(&card, matches!(turn, Turn::Failed(_)), &message);
         }
+        self.keep(due).await;
     }
 }

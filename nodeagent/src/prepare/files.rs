@@ -112,6 +112,12 @@ fn temporary(path: &Path) -> PathBuf {
     path.with_file_name(format!(".{name}.tmp"))
 }
 
+/// The name of the file that one of this temporary name was to become; `None` for any other name.
+#[must_use]
+pub fn meant_by(temporary: &str) -> Option<&str> {
+    temporary.strip_prefix('.')?.strip_suffix(".tmp")
+}
+
 /// Removes a file; one that is gone is fine.
 ///
 /// # Errors

@@ -219,11 +219,16 @@ impl Preparer {
         // The state first: what it cannot keep must not stand in the log as prepared, once more with each try.
         self.state.put_grant(&record).await.map_err(|source| Refusal::Failed { source })?;
         // Nobody withdraws what the log is about to call filled.
-        let mut issued = None;
+        let (mut issued, mut over) = (None, false);
         self.shared.change_if(|world| {
-            issued = world.issued.remove(grant);
+            // Its pod may have ended since this was decided. In the log `Released` is to be the last word.
+            over = world.releasing.contains(&given.allocation);
+            issued = if over { None } else { world.issued.remove(grant) };
             false
         });
+        if over {
+            return Err(Refusal::Released { name: given.name });
+        }
         if let Err(refusal) = self.log(&given, grant, owner).await {
             self.shared.change_if(|world| {
                 world.issued.extend(issued.map(|at| (grant.clone(), at)));

@@ -96,9 +96,12 @@ impl Releaser {
         for (path, name) in
             entries(&self.settings.cdi_dir).into_iter().chain(entries(&self.settings.pages_dir()))
         {
-            let grant = cdi::grant_of(&name).unwrap_or(&name);
-            let ours = grant.len() == 16 && grant.bytes().all(|b| b.is_ascii_hexdigit());
-            if ours && !owned(grant) && is_old(&path, now) {
+            let whole = files::meant_by(&name);
+            let meant = whole.unwrap_or(&name);
+            let grant = cdi::grant_of(meant).unwrap_or(meant);
+            // A file that was not written to its end belongs to nobody, whoever has the grant.
+            let owned = whole.is_none() && owned(grant);
+            if cdi::is_grant(grant) && !owned && is_old(&path, now) {
                 info!(?path, "removed a file that nobody owns");
                 report(files::remove(&path));
             }

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
+mod cards;
 mod release;
 mod restart;
 mod withdrawn;
@@ -433,4 +434,28 @@ async fn a_call_that_is_given_up_leaves_no_spec_without_an_owner() {
         node.shared.change(|w| w.mark(&uid.as_str().into(), |f| f.released = true));
     }
     assert!(given_up > 0 && done > 0, "{given_up} given up, {done} done");
+}
+
+/// A pod may end while its container is prepared. `Released` in the log is then the last word about it.
+#[tokio::test]
+async fn what_is_released_meanwhile_is_not_prepared() {
+    use sqlx::Connection as _;
+    let node = Node::new(true).await;
+    node.checkpoint(&node.pod("pod-1", &[("main", Kind::App, &["slot-0000"])], true));
+    let options =
+        sqlx::sqlite::SqliteConnectOptions::new().filename(node.settings.state_dir.join("state.db"));
+    let mut other = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
+    sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.unwrap();
+    let uid = "uid-of-pod-1".into();
+    let (answer, ()) = tokio::join!(node.prepare(&["slot-0000"]), async {
+        // It is decided, and waits for the state file.
+        while !node.shared.read(|w| w.ledger.allocation(&uid).is_some_and(|fact| fact.prepared)) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        node.shared.change(|w| w.releasing.insert(uid.clone()));
+        sqlx::query("ROLLBACK").execute(&mut other).await.unwrap();
+    });
+    assert_eq!(answer, Err("Released"));
+    assert!(node.audited("Prepared").await.is_empty());
+    assert!(std::fs::read_dir(&node.settings.cdi_dir).unwrap().next().is_none());
 }
