@@ -15,15 +15,19 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use mullion_audit::{Entry, Event as AuditEvent};
+use mullion_nodeagent::audit::Audit;
 use mullion_nodeagent::device_plugin::server::{Prepare, Service, options};
 use mullion_nodeagent::device_plugin::{KUBELET_SOCKET, SOCKET, run, slots};
 use mullion_nodeagent::kubelet::deviceplugin::device_plugin_client::DevicePluginClient;
+use mullion_nodeagent::kubelet::deviceplugin::device_plugin_server::DevicePlugin;
 use mullion_nodeagent::kubelet::deviceplugin::registration_server::{Registration, RegistrationServer};
 use mullion_nodeagent::kubelet::deviceplugin::{
     AllocateRequest, ContainerAllocateRequest, Empty, PreStartContainerRequest, PreferredAllocationRequest,
     RegisterRequest,
 };
-use mullion_nodeagent::metrics::Metrics;
+use mullion_nodeagent::metrics::{Metrics, registry};
+use mullion_nodeagent::monitor::Latest;
+use mullion_nodeagent::monitor::export::Exporter;
 use mullion_nodeagent::prepare::Refusal;
 use mullion_nodeagent::world::{Shared, World};
 use tokio::net::UnixListener;
@@ -328,4 +332,41 @@ async fn allocate_names_a_fresh_grant_per_container_and_nothing_else() {
     let refused = client.pre_start_container(PreStartContainerRequest { devices_ids: vec![slots::name(1)] });
     let refused = refused.await.unwrap_err();
     assert!(refused.message().starts_with("DriverNotReady: "), "{}", refused.message());
+}
+
+/// The slowest calls are those that the kubelet gives up: a histogram without them would show the opposite.
+#[tokio::test]
+async fn a_call_that_the_kubelet_gives_up_is_measured() {
+    let (go, goes) = watch::channel(false);
+    let prepare: Prepare = Arc::new(move |_| {
+        let mut goes = goes.clone();
+        async move {
+            goes.wait_for(|go| *go).await.expect("the test holds the other end");
+            Err(Refusal::DriverNotReady)
+        }
+        .boxed()
+    });
+    let metrics = Arc::new(Metrics::default());
+    let (_, slots) = watch::channel(Arc::new(Vec::new()));
+    let (facts, _received) = mpsc::unbounded_channel();
+    let service = Service::new(slots, prepare, Shared::new(World::default()), Arc::clone(&metrics), facts);
+    let request = Request::new(PreStartContainerRequest { devices_ids: vec![slots::name(0)] });
+    let call = service.pre_start_container(request);
+    assert!(tokio::time::timeout(Duration::from_millis(50), call).await.is_err(), "given up");
+    go.send(true).unwrap();
+    let audit = Audit::new("/nonexistent/audit.db".into());
+    let exporter = Exporter { latest: Latest::default(), node: "node-a".to_owned(), legacy: false };
+    let registry = registry(&metrics, &Shared::new(World::default()), audit, exporter);
+    let begun = Instant::now();
+    loop {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        let line = |name: &str| text.lines().any(|line| line == name);
+        if line("mullion_agent_prepare_seconds_count{node=\"node-a\"} 1") {
+            assert!(text.contains("code=\"DriverNotReady\"} 1"), "{text}");
+            return;
+        }
+        assert!(begun.elapsed() < LONG, "{text}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }

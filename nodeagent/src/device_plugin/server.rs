@@ -13,9 +13,10 @@ use mullion_crds::names::GRANT_KIND;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::wrappers::WatchStream;
 use tonic::{Request, Response, Status};
-use tracing::{info, warn};
+use tracing::{Instrument, info, warn};
 
 use crate::device_plugin::slots;
+use crate::error::Error;
 use crate::kubelet::HEALTHY;
 use crate::kubelet::deviceplugin::device_plugin_server::DevicePlugin;
 use crate::kubelet::deviceplugin::{
@@ -160,8 +161,18 @@ impl DevicePlugin for Service {
     ) -> Result<Response<PreStartContainerResponse>, Status> {
         let started = Instant::now();
         let ids: BTreeSet<String> = request.into_inner().devices_ids.into_iter().collect();
-        let result = (self.prepare)(ids.clone()).await;
-        self.metrics.prepared(started.elapsed(), result.as_ref().err().map(Refusal::code));
+        let (prepared, metrics) = ((self.prepare)(ids.clone()), Arc::clone(&self.metrics));
+        // A call that the kubelet gives up ends here only: it is one of the slowest, and counts.
+        let done = tokio::spawn(
+            async move {
+                let result = prepared.await;
+                metrics.prepared(started.elapsed(), result.as_ref().err().map(Refusal::code));
+                result
+            }
+            .in_current_span(),
+        );
+        let result =
+            done.await.unwrap_or_else(|source| Err(Refusal::Failed { source: Error::Broken { source } }));
         match result {
             Ok(()) => Ok(Response::new(PreStartContainerResponse {})),
             Err(refusal) => {
