@@ -213,6 +213,25 @@ fn what_another_thread_has_ended_is_charged_no_longer() {
     }
 }
 
+/// An image is unloaded or loaded while the primary context ends and is made anew, which has its handle again: the images of the
+/// new one stay charged.
+#[test]
+#[ignore = "needs the built library"]
+fn what_a_context_has_that_was_made_anew_stays_charged() {
+    // Longer than another measurement waits.
+    for (what, how, call) in [
+        ("other", "FAKE_CUDA_SLOW", "cuModuleUnload:1"),
+        ("own", "FAKE_CUDA_SLOW", "cuModuleUnload:1"),
+        ("load", "FAKE_CUDA_LATE", "cuModuleLoadDataEx"),
+    ] {
+        let mut place = Place::new().contexts_of(64).limited(1024 * MIB);
+        place.set(how, &format!("{call}:4500000"));
+        let told = told(&place, &["anew", what]);
+        assert_eq!(told["charged"], told["given"], "{what}: {told:?}");
+        assert_eq!(told["left"], told["given-in-the-end"], "{what}: {told:?}");
+    }
+}
+
 /// An allocation in a stream's order waits for room in its queue, with its pool in its hand.
 #[test]
 #[ignore = "needs the built library"]

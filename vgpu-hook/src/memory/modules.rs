@@ -16,7 +16,7 @@ use core::sync::atomic::fence;
 use mullion_accounting::Entry;
 
 use super::blocks::{BLOCK, round_up};
-use super::contexts::{Ends, another_context, any_context, bury_object};
+use super::contexts::{another_context, any_context, bury_object};
 use super::looks::From;
 use super::measured::Measurement;
 use super::taken::{Taken, Trust};
@@ -130,23 +130,23 @@ fn change(
 
 /// Another image is gone: changes its group, and hands on what is left behind by the last one of that. What all groups of the
 /// card are charged less.
-fn leave(container: &Container, card: &Card, group: (u64, u64), ended: Ends, given_back: u64) -> u64 {
+fn leave(container: &Container, card: &Card, group: (u64, u64), given_back: u64) -> u64 {
     let (before, after) = change(container, card, group, |group| group.without(given_back));
     let gone = before.bytes - after.bytes;
-    if after.count > 0 { gone } else { gone + hand_on(container, card, group.0, ended, after.bytes) }
+    if after.count > 0 { gone } else { gone + hand_on(container, card, group.0, after.bytes) }
 }
 
 /// The group under `key` is no more, and `left` bytes are charged for it: hands on what images of others may lie in. What is to
 /// be charged no longer.
-fn hand_on(container: &Container, card: &Card, key: u64, ended: Ends, left: u64) -> u64 {
+fn hand_on(container: &Container, card: &Card, key: u64, left: u64) -> u64 {
     let (others, heir) = if left > 0 { other_groups(container, card, key) } else { Default::default() };
     let Some(heir) = heir else { return left };
     let handed_on = others.may_inherit(left);
     let (poor, rich) = change(container, card, heir, |group| group.heir_of(handed_on));
     fence(SeqCst);
-    // As below: its context ended at the same time.
-    if container.books.contexts.has_ended_since(ended, heir.1) {
-        take_off(container, card, heir, ended);
+    // As below. Not whether it has ended since then: where another one has its handle, the heir is that one's.
+    if container.books.has_ended(heir.1) {
+        take_off(container, card, heir);
     }
     left - (rich.bytes - poor.bytes)
 }
@@ -173,9 +173,9 @@ fn other_groups(container: &Container, card: &Card, key: u64) -> (Group, Option<
 
 /// A group whose context has ended is charged no longer, but for what images of others may lie in.
 #[cold]
-fn take_off(container: &Container, card: &Card, (key, _): (u64, u64), ended: Ends) {
+fn take_off(container: &Container, card: &Card, (key, _): (u64, u64)) {
     if let Some(group) = container.books.objects.take(key) {
-        card.memory.free(hand_on(container, card, key, ended, Group::charged(&group)));
+        card.memory.free(hand_on(container, card, key, Group::charged(&group)));
     }
 }
 
@@ -191,7 +191,6 @@ pub(super) struct Left {
 pub(super) struct Departure {
     container: &'static Container,
     key: u64,
-    ended: Ends,
     /// Where there are images of it, and others on the card.
     measurement: Option<Measurement<'static>>,
 }
@@ -200,7 +199,7 @@ impl Departure {
     /// To be called before the driver is asked, and before it is known to be asked.
     pub(super) fn begin(container: &'static Container, card: Option<&'static Card>, context: u64) -> Self {
         let key = key_of(Kind::Images, context);
-        let mut begun = Self { container, key, ended: container.books.contexts.ended(), measurement: None };
+        let mut begun = Self { container, key, measurement: None };
         if let Some(card) = card.filter(|_| container.books.objects.get(key).is_some())
             && other_groups(container, card, key).1.is_some()
         {
@@ -219,7 +218,7 @@ impl Departure {
             let seen = taken.filter(|taken| taken.trust != Trust::Busy);
             let given_back = seen.map_or(0, |taken| taken.less(bytes));
             let left = bytes - given_back;
-            card.memory.free(given_back + hand_on(self.container, card, self.key, self.ended, left));
+            card.memory.free(given_back + hand_on(self.container, card, self.key, left));
         };
         match self.measurement.take() {
             Some(measurement) => measurement.end(|_, taken| settle(taken)),
@@ -295,10 +294,11 @@ unsafe fn load(
         bury_object(now, key);
         let _ = now.container.books.objects.insert(key, &entry);
         fence(SeqCst);
-        // The context ended while the driver was asked: it took the image along.
-        if kind == Kind::Module && now.is_over() {
+        // The context ended while the driver was asked: it took the image along. Where another one has its handle by now, the
+        // image may be in that, and the others of the group are.
+        if now.container.books.has_ended(group.1) {
             let _ = now.container.books.objects.take_if(key, |found| *found == entry);
-            take_off(now.container, now.card, group, now.ended);
+            take_off(now.container, now.card, group);
         }
         is_refused
     });
@@ -448,15 +448,19 @@ fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUre
         return result;
     }
     measurement.end(|_, taken| {
+        // The image went with its context. A group that there is under its handle is on its way out too, or another context's.
+        if container.books.contexts.has_ended_since(ended, entry.note) {
+            return;
+        }
         // What went before this looked is not seen; a large image does not share its blocks.
         let unseen = if result.is_ok() || entry.size <= BLOCK { 0 } else { entry.size };
         let given_back = given_back(taken, entry.size).max(unseen);
         let group = group_of(kind, entry.note, card);
-        card.memory.free(leave(container, card, group, ended, given_back));
+        card.memory.free(leave(container, card, group, given_back));
         fence(SeqCst);
         // The context ended at the same time, and did not find the group while it was out.
-        if kind == Kind::Module && container.books.contexts.has_ended_since(ended, entry.note) {
-            take_off(container, card, group, ended);
+        if container.books.has_ended(entry.note) {
+            take_off(container, card, group);
         }
     });
     result

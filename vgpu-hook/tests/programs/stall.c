@@ -1,7 +1,7 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
-// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`. Compiled with -DLIBRARY it is a library whose constructor
-// makes a context.
+// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`. Compiled with -DLIBRARY it is a library
+// whose constructor makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -16,6 +16,7 @@ typedef int res;
 struct array3d { size_t width, height, depth; unsigned format, channels, flags; };
 res cuInit(unsigned);
 res cuDevicePrimaryCtxRetain(void **, int);
+res cuDevicePrimaryCtxReset_v2(int);
 res cuCtxCreate_v2(void **, unsigned, int);
 res cuCtxDestroy_v2(void *);
 res cuCtxSetCurrent(void *);
@@ -36,6 +37,7 @@ res cuArray3DCreate_v2(void **, const struct array3d *);
 res cuArrayDestroy(void *);
 res cuModuleUnload(void *);
 res cuModuleLoadData(void **, const void *);
+res cuModuleLoadDataEx(void **, const void *, unsigned, void *, void *);
 res cuModuleGetFunction(void **, void *, const char *);
 res cuMemGetInfo_v2(size_t *, size_t *);
 ptr fake_cuda_calls(const char *);
@@ -257,6 +259,48 @@ static void thing_that_is_gone(const char *what, int by_context) {
   printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
 }
 
+static void *image(size_t bytes) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, bytes };
+  void *module;
+  must(cuModuleLoadData(&module, image));
+  return module;
+}
+
+static void *unload_late(void *module) {
+  cuModuleUnload(module);
+  return module;
+}
+
+static void *load_late(void *unused) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 4096 };
+  void *module;
+  must(cuCtxSetCurrent(context));
+  must(cuModuleLoadDataEx(&module, image, 0, 0, 0));
+  return unused;
+}
+
+// An image is unloaded, of another context or of the primary one, or has been loaded there and that is not told yet; meanwhile the primary context is ended and made
+// anew, with images in it.
+static void primary_anew(const char *what) {
+  void *other, *images[2];
+  pthread_t first;
+  int is_load = !strcmp(what, "load");
+  if (!strcmp(what, "other")) must(cuCtxCreate_v2(&other, 0, 0));
+  if (is_load) pthread_create(&first, 0, load_late, 0);
+  else pthread_create(&first, 0, unload_late, image(4096));
+  until(is_load ? "cuModuleLoadDataEx" : "cuModuleUnload", 1);
+  usleep(100000);
+  must(cuDevicePrimaryCtxReset_v2(0));
+  must(cuDevicePrimaryCtxRetain(&context, 0));
+  must(cuCtxSetCurrent(context));
+  images[0] = image(4096);
+  images[1] = image(100 << 20);
+  pthread_join(first, 0);
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+  for (int i = 0; i < 2; i++) must(cuModuleUnload(images[i]));
+  printf("left %zu\ngiven-in-the-end %llu\n", charged(), fake_cuda_given(0));
+}
+
 static void *too_large(void *unused) {
   ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 256 << 20 };
   void *module;
@@ -266,10 +310,8 @@ static void *too_large(void *unused) {
 }
 
 static void *load_large(void *unused) {
-  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 100 << 20 };
-  void *module;
   must(cuCtxSetCurrent(context));
-  must(cuModuleLoadData(&module, image));
+  image(100 << 20);
   return unused;
 }
 
@@ -372,6 +414,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
+  else if (!strcmp(argv[1], "anew")) primary_anew(argv[2]);
   else if (!strcmp(argv[1], "both")) context_and_image(!strcmp(argv[2], "image"));
   else if (!strcmp(argv[1], "shares")) image_in_the_block_of_a_refused_one(atol(argv[2]));
   else if (!strcmp(argv[1], "refused")) array_beside_what_is_refused(!strcmp(argv[2], "heap"));
