@@ -203,6 +203,40 @@ fn a_neighbour_that_the_host_knows_by_the_same_pid_is_somebody_else() {
     }
 }
 
+/// What a neighbour allocates while a container's first context is made is taken for the context's. One that is refused for it is
+/// no measure for those that follow.
+#[test]
+#[ignore = "needs the built library"]
+fn a_context_that_was_refused_for_a_neighbours_memory_keeps_no_other_out() {
+    let mut place = Place::new().contexts_of(64).limited(512 * MIB);
+    place.set("FAKE_NVML_PROCESSES", "none");
+    let mut neighbour = place.command("session");
+    neighbour
+        .env("CUDA_DEVICE_MEMORY_SHARED_CACHE", place.path("neighbour.cache"))
+        .env("CUDA_DEVICE_MEMORY_LIMIT", "4g");
+    let mut neighbour = Session::start(neighbour);
+    neighbour.done("init");
+    neighbour.done("primary 0");
+    place.set("FAKE_CUDA_SLOW", "cuDevicePrimaryCtxRetain:1:3000000");
+    let mut session = place.session();
+    session.done("init");
+    session.tell("primary 0");
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    neighbour.done("alloc a 943718400");
+    assert_eq!(
+        session.hear(),
+        Some(vec![sessions::OUT_OF_MEMORY]),
+        "it is not seen by the card's figure alone"
+    );
+    for _ in 0..3 {
+        session.done("primary 0");
+        assert_eq!(session.agree("the next one"), 64 * MIB);
+        session.done("reset-primary 0");
+    }
+    session.end();
+    neighbour.end();
+}
+
 /// The command in a pid namespace of its own.
 fn in_a_pid_namespace(command: &Command) -> Command {
     let mut inside = Command::new("unshare");

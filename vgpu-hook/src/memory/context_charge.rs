@@ -60,14 +60,15 @@ impl<'c> Making<'c> {
             if bytes == 0 && is_first && taken.is_none_or(|taken| taken.trust != Trust::Full) {
                 bytes = size_of_another(looking, container, card, context).unwrap_or(0);
             }
-            if bytes > 0 {
-                learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
-            }
             if !charge_context(container, card, paid, bytes) {
                 tell_if_too_large(container, card, bytes);
                 // Until it is ended.
                 card.memory.force(bytes - paid);
                 return Some(bytes);
+            }
+            // What was refused is not learnt: no other context would be tried then, by which it could be found to take less.
+            if bytes > 0 {
+                learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
             }
             let entry = Entry { size: bytes, card: card.index, kind: Kind::Context as u8, note: context };
             let _ = container.books.objects.insert(key_of(Kind::Context, context), &entry);
