@@ -149,6 +149,33 @@ fn the_primary_context_that_a_green_one_makes_is_charged() {
 
 #[test]
 #[ignore = "needs the built library"]
+fn what_is_made_through_a_green_context_is_the_primary_ones() {
+    for others in [0, 1] {
+        let place = Place::new().contexts_of(64).limited(1024 * MIB);
+        let mut session = place.ready();
+        for other in 0..others {
+            session.done(&format!("context c{other} 0"));
+        }
+        session.done("green g 0");
+        session.done("current g");
+        for step in ["heap 134217728", "alloc a 104857600", "array b 4096 4096", "module m 5000000"] {
+            session.done(step);
+            session.agree(&format!("{step}, beside {others} others"));
+        }
+        let used = session.used();
+        session.done("destroy-green g");
+        session.done("primary 0");
+        let green = used - session.agree("the green one ended");
+        assert!(green > 0 && green < 64 * MIB, "what was made in it stays: {green} of {used}");
+        session.done("reset-primary 0");
+        session.done("primary 0");
+        assert_eq!(session.agree("the primary one ended"), (1 + others) * 64 * MIB);
+        session.end();
+    }
+}
+
+#[test]
+#[ignore = "needs the built library"]
 fn a_mapping_that_the_driver_refuses_leaves_the_one_at_its_address() {
     let place = Place::new().limited(64 * MIB);
     let mut session = place.ready();

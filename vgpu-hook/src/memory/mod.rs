@@ -47,7 +47,7 @@ mod under_way;
 mod views;
 mod virtual_memory;
 
-use core::sync::atomic::Ordering::SeqCst;
+use core::sync::atomic::Ordering::{Relaxed, SeqCst};
 use core::sync::atomic::fence;
 
 use mullion_accounting::Entry;
@@ -214,6 +214,20 @@ fn current_context() -> u64 {
     if result.is_ok() { context.addr() as u64 } else { 0 }
 }
 
+/// The calling thread's context, of those that the books know. A green one stands there as its primary one, which has what is made
+/// through it.
+#[cold]
+fn current_of_several(container: &Container, card: &Card) -> u64 {
+    let current = current_context();
+    if container.books.objects.get(key_of(Kind::Context, current)).is_some() {
+        return current;
+    }
+    match container.books.contexts.primary(card).map_or(0, |primary| primary.load(Relaxed)) {
+        0 => current,
+        primary => primary,
+    }
+}
+
 /// Where an allocation without a device among its arguments goes to. Without a context (HK-08) the driver has to say so.
 #[inline]
 fn here() -> Result<Here, Pass> {
@@ -223,7 +237,7 @@ fn here() -> Result<Here, Pass> {
     let ended = container.books.contexts.ended();
     let card = container.current_card().ok_or(Pass::Driver)?;
     let context = match container.books.contexts.only(card) {
-        0 => current_context(),
+        0 => current_of_several(container, card),
         only => only,
     };
     Ok(Here { container, card, context, ended })

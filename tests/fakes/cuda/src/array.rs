@@ -78,7 +78,7 @@ impl Driver {
             (0, Backing::Nothing)
         };
         let handle = self.handle();
-        let (ordinal, context) = (context.ordinal, context.handle);
+        let (ordinal, context) = (context.ordinal, self.owner(&context));
         let array = Array { shape, levels, ordinal, context, address, backing, part: false };
         self.objects.arrays.insert(handle, array);
         Ok(handle)

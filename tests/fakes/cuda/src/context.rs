@@ -343,13 +343,14 @@ entry! {
         let cell = current()?;
         let ordinal = cell.ordinal;
         let (default, unit) = limit_rule(limit, driver.cards[ordinal].sms).ok_or(Code::NOT_SUPPORTED)?;
-        let context = driver.contexts.get(&cell.handle).ok_or(Code::INVALID_CONTEXT)?;
+        let owner = driver.owner(&cell);
+        let context = driver.contexts.get(&owner).ok_or(Code::INVALID_CONTEXT)?;
         let bytes = |v: usize| round_up(unit.saturating_mul(v.saturating_sub(default) as u64), BLOCK);
         let before = bytes(context.limits.get(&limit).copied().unwrap_or(default));
         let after = bytes(value);
         driver.charge(ordinal, after.saturating_sub(before))?;
         driver.uncharge(ordinal, before.saturating_sub(after));
-        if let Some(context) = driver.contexts.get_mut(&cell.handle) {
+        if let Some(context) = driver.contexts.get_mut(&owner) {
             context.bytes = context.bytes + after - before;
             context.limits.insert(limit, value);
         }
@@ -359,7 +360,7 @@ entry! {
     fn cuCtxGetLimit(value: Out<usize>, limit: c_uint) |driver| {
         let cell = current()?;
         let (default, _) = limit_rule(limit, driver.cards[cell.ordinal].sms).ok_or(Code::NOT_SUPPORTED)?;
-        let set = driver.context(cell.handle)?.limits.get(&limit).copied();
+        let set = driver.context(driver.owner(&cell))?.limits.get(&limit).copied();
         value.put(set.unwrap_or(default))
     }
 

@@ -37,7 +37,7 @@ impl Driver {
             size,
             Backing::Addresses(length),
             context.ordinal,
-            Some(context.handle),
+            Some(self.owner(&context)),
             Kind::Opened,
         );
         self.objects.opened.insert((pid, address), local);
@@ -109,7 +109,7 @@ entry! {
         let length = round_up(buffer.size, BLOCK);
         let address = driver.space.take(length, BLOCK)?;
         let backing = Backing::Addresses(length);
-        driver.record(address, buffer.size, backing, context.ordinal, Some(context.handle), Kind::External);
+        driver.record(address, buffer.size, backing, context.ordinal, Some(driver.owner(&context)), Kind::External);
         out.put(address)
     }
 }

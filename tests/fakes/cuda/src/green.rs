@@ -1,6 +1,6 @@
 //! Green contexts: a share of a card's SMs.
 //!
-//! One holds the card's primary context and takes `FAKE_CUDA_GREEN_CONTEXT_MIB` (32, a guess: no figure was published) for channels of its
+//! One holds the card's primary context, which has what is allocated and loaded through it, and takes `FAKE_CUDA_GREEN_CONTEXT_MIB` (32, a guess: no figure was published) for channels of its
 //! own.
 #![expect(unsafe_code, reason = "exports entry points under their C names")]
 
@@ -39,6 +39,12 @@ impl Driver {
     pub(crate) fn green_context(&self, green: Handle) -> Result<Arc<Cell>, Code> {
         let context = self.contexts.get(&green).filter(|c| c.green);
         context.map(|c| Arc::clone(&c.cell)).ok_or(Code::INVALID_HANDLE)
+    }
+
+    /// The context that has what comes while `cell` is current.
+    pub(crate) fn owner(&self, cell: &Cell) -> Handle {
+        let is_green = self.contexts.get(&cell.handle).is_some_and(|c| c.green);
+        if is_green { self.primaries[cell.ordinal].handle } else { cell.handle }
     }
 
     fn sms_of(&self, context: Handle) -> Result<c_uint, Code> {

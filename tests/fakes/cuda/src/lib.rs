@@ -22,7 +22,7 @@
 //! | what | bytes of the card |
 //! | --- | --- |
 //! | context, primary or created | `FAKE_CUDA_CONTEXT_MIB` (400) from creation to destruction; limits beyond their defaults: stack × SMs × 2,048 threads, printf and malloc heap as they are, in 2 MiB |
-//! | green context | `FAKE_CUDA_GREEN_CONTEXT_MIB` (32), and it holds the primary context |
+//! | green context | `FAKE_CUDA_GREEN_CONTEXT_MIB` (32), and it holds the primary context, which has what is allocated or loaded through it |
 //! | `cuMemAlloc`, pitched, managed | blocks of 2 MiB: up to 1 MiB in pieces of 512 bytes of a block shared with its like, above that whole blocks; rows are rounded up to 512; managed memory counts in full from the start |
 //! | host memory, allocated or registered | nothing |
 //! | array, mipmapped array | tiles of 64 bytes × 8 rows (lines of 512 bytes), levels added up, then as `cuMemAlloc`; sparse and deferred ones nothing |

@@ -71,7 +71,7 @@ impl Driver {
             return Err(Code::INVALID_VALUE);
         }
         let (address, backing) = self.obtain(context.ordinal, size, Use::Linear)?;
-        self.record(address, size, backing, context.ordinal, Some(context.handle), kind);
+        self.record(address, size, backing, context.ordinal, Some(self.owner(&context)), kind);
         Ok(address)
     }
 

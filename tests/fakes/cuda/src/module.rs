@@ -114,7 +114,7 @@ impl Driver {
         if !library {
             current.clone()?;
         }
-        let (context, ordinal) = current.map_or((None, 0), |c| (Some(c.handle), c.ordinal));
+        let (context, ordinal) = current.map_or((None, 0), |c| (Some(self.owner(&c)), c.ordinal));
         let (address, backing) = self.obtain(ordinal, size.max(1), Use::Code)?;
         let module = Module {
             context: context.filter(|_| !library),

@@ -71,6 +71,17 @@ fn a_green_context_holds_the_primary_one() {
     assert_eq!(cuda.given(), CONTEXT + 32 * MIB);
     ok!(cuda.cuGreenCtxDestroy(green));
     assert_eq!(cuda.given(), 0);
+    // What is made through one is the primary one's.
+    let (mut primary, mut p) = (0_u64, 0_u64);
+    ok!(cuda.cuDevicePrimaryCtxRetain(&mut primary, 0));
+    ok!(cuda.cuGreenCtxCreate(&mut green, description, 0, 1));
+    ok!(cuda.cuCtxSetCurrent(green));
+    ok!(cuda.cuMemAlloc_v2(&mut p, 2 * MIB));
+    ok!(cuda.cuCtxSetLimit(2, 16 * MIB));
+    ok!(cuda.cuGreenCtxDestroy(green));
+    assert_eq!(cuda.given(), CONTEXT + 10 * MIB);
+    ok!(cuda.cuDevicePrimaryCtxRelease_v2(0));
+    assert_eq!(cuda.given(), 0);
 }
 
 #[test]
