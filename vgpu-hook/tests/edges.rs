@@ -330,15 +330,49 @@ fn memory_that_is_retained_while_it_is_unmapped_stays_charged() {
     assert!(told["charged"] == told["given"] && told["retained"] != "0", "{told:?}");
 }
 
+/// How often all that is left was refused, as memory of a kind, beside threads that take pieces.
+fn refused_beside_pieces(place: &Place, kind: &str, rounds: u64) -> u64 {
+    let mut command = place.command("pieces");
+    command.args([kind, &rounds.to_string()]);
+    pairs(&run_within(&mut command, 120).quiet())["refused"].parse().unwrap()
+}
+
 /// While it is not known whether a piece needs another block, it asks for one: nothing is refused for that.
 #[test]
 #[ignore = "needs the built library"]
 fn what_is_left_can_be_had_beside_threads_that_take_pieces() {
-    let place = Place::new().limited(64 * MIB);
-    let text = run_within(&mut place.command("pieces"), 60).quiet();
-    let refused: u64 = pairs(&text)["refused"].parse().unwrap();
-    // One that was about to ask may do so in the moment that counts.
-    assert!(refused <= 2, "{refused} of 2000");
+    for (kind, limit, rounds) in [
+        ("plain", 64, 2000),
+        ("async", 66, 1000),
+        ("graph", 66, 500),
+        ("array", 4, 500),
+        ("context", 130, 50),
+    ] {
+        let place = Place::new().contexts_of(if kind == "context" { 64 } else { 0 }).limited(limit * MIB);
+        let refused = refused_beside_pieces(&place, kind, rounds);
+        // One that was about to ask may do so in the moment that counts.
+        assert!(refused <= 2, "{kind}: {refused} of {rounds}");
+    }
+}
+
+/// A process that is killed at the driver leaves what it had asked for in the total, for as long as the file lives.
+#[test]
+#[ignore = "needs the built library"]
+fn what_is_left_can_be_had_after_a_process_died_at_the_driver() {
+    let mut place = Place::new().limited(66 * MIB);
+    let mut keeper = place.session();
+    keeper.done("init");
+    place.set("FAKE_CUDA_SLOW", "cuMemAlloc_v2:1:60000000");
+    let mut victim = place.ready();
+    victim.tell("alloc a 31457280");
+    while place.hot().cards[0].total < 30 * MIB {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    victim.kill();
+    place.set("FAKE_CUDA_SLOW", "none:1:1");
+    let refused = refused_beside_pieces(&place, "plain", 3000);
+    assert!(refused <= 2, "{refused} of 3000");
+    keeper.end();
 }
 
 /// A stream of one's own says on which card it is, and libraries belong to no context.

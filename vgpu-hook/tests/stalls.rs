@@ -232,6 +232,17 @@ fn what_a_context_has_that_was_made_anew_stays_charged() {
     }
 }
 
+/// What is asked for by a call that stays at the driver is waited for once, before a request is refused for which it leaves no room.
+#[test]
+#[ignore = "needs the built library"]
+fn refusals_do_not_wait_for_a_full_queue_again_and_again() {
+    let mut place = Place::new().limited(256 * MIB);
+    place.set("FAKE_CUDA_SLOW", "cuMemAllocAsync:2:8000000");
+    let told = told(&place, &["refusals"]);
+    // A tenth of a second, and little more for nineteen others.
+    assert!(told["all"] < 1_000, "{} ms", told["all"]);
+}
+
 /// An allocation in a stream's order waits for room in its queue, with its pool in its hand.
 #[test]
 #[ignore = "needs the built library"]

@@ -10,20 +10,25 @@ use crate::cuda::CUresult;
 /// Asks for `bytes` of `card`. `None` where the limit has no room for them, which is counted.
 #[inline]
 pub(super) fn ask(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
-    let claim = try_ask(container, card, bytes).or_else(|| ask_again(container, card, bytes));
+    let claim = ask_to_the_end(container, card, bytes);
     if claim.is_none() {
         refused(card);
     }
     claim
 }
 
+/// The same, uncounted.
+#[inline]
+pub(super) fn ask_to_the_end(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
+    try_ask(container, card, bytes).or_else(|| ask_again(container, card, bytes))
+}
+
 /// As [`try_ask`], which was in vain: what other threads have asked for by now may be more than they get, as a piece asks for
-/// the block that it may need.
+/// the block that it may need. None of this thread's own claims may be at the driver: it would wait for itself.
 #[cold]
 pub(super) fn ask_again(container: &Container, card: &Card, bytes: u64) -> Option<Claim> {
-    let asked = card.memory.own_used().saturating_sub(card.memory.own_settled());
-    let held = card.memory.total().saturating_sub(asked);
-    if held.saturating_add(bytes) > card.memory.limit() {
+    // Not by T, in which there may be what a crash left.
+    if card.memory.settled().saturating_add(bytes) > card.memory.limit() {
         return None;
     }
     container.books.measuring.ask_in_silence(card, || try_ask(container, card, bytes))
@@ -71,7 +76,7 @@ pub(super) fn settle_at(card: &Card, claim: Claim, real: u64) {
 /// Asks for `bytes` and charges them at once, before the driver is asked: where the card is looked at in between, a claim
 /// would look like a call at the driver.
 pub(super) fn advance(container: &Container, card: &Card, bytes: u64) -> Option<u64> {
-    settle(card, try_ask(container, card, bytes)?);
+    settle(card, ask_to_the_end(container, card, bytes)?);
     Some(bytes)
 }
 

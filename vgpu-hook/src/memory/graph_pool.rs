@@ -177,11 +177,10 @@ impl Pool {
         let claims = [bytes, missing(&needed, reserved)];
         let claim =
             claims.into_iter().find_map(|bytes| charge::try_ask(container, card, bytes)).or_else(|| {
-                if !self.trim(container, card, &held) {
-                    return None;
+                if self.trim(container, card, &held) {
+                    needed = self.needed(launch, bytes, &first);
                 }
-                needed = self.needed(launch, bytes, &first);
-                charge::try_ask(container, card, missing(&needed, self.charged.load(Relaxed)))
+                charge::ask_again(container, card, missing(&needed, self.charged.load(Relaxed)))
             })?;
         // A trim may have changed it.
         let before = self.charged.load(Relaxed);

@@ -293,7 +293,7 @@ fn correct(now: Here, address: CUdeviceptr, expected: u64, actual: u64) -> bool 
         return blocks::served(expected) == blocks::served(actual) || correct_kind(now, address, actual);
     };
     let more = after.saturating_sub(before);
-    let Some(claim) = charge::try_ask(now.container, now.card, more) else { return false };
+    let Some(claim) = charge::ask_to_the_end(now.container, now.card, more) else { return false };
     charge::settle(now.card, claim);
     // Where the entry went with its context meanwhile, it went as it was.
     let is_there = now.container.books.pointers.swap_size(address, after).is_some();
@@ -309,7 +309,7 @@ fn correct_kind(now: Here, address: CUdeviceptr, actual: u64) -> bool {
         Served::Blocks(size) => size,
         Served::Piece => BLOCK,
     };
-    let Some(claim) = charge::try_ask(now.container, now.card, size) else {
+    let Some(claim) = charge::ask_to_the_end(now.container, now.card, size) else {
         return false;
     };
     let entry = Entry { size, card: now.card.index, kind: Kind::Blocks as u8, note: now.context };

@@ -175,24 +175,36 @@ impl Measuring {
         }
     }
 
-    /// Asks again while nobody else begins, when this process's calls at the driver are over; for as long as a look waits at
-    /// most, and only where it is their claims that leave no room.
+    /// Asks again while nobody else begins, each time that one of this process's claims is no longer at the driver; for as long
+    /// as a look waits at most, and not again for those that were waited for in vain.
     #[cold]
     pub(super) fn ask_in_silence<T>(&self, card: &Card, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
         self.silence.fetch_add(1, SeqCst);
         let _silence = Silence(self);
         let began = now_ns();
+        let (mut before, mut since_ns, mut asked) = (None, began, 0);
+        let under_way = self.under_way(card);
         while now_ns().saturating_sub(began) < LOOK_NS {
-            let asked = card.memory.own_used();
-            if asked != card.memory.own_settled() {
-                sys::sleep_ns(PAUSE_NS);
+            let claims = (card.memory.own_used(), card.memory.own_settled());
+            if before != Some(claims) {
+                let answer = ask();
+                if answer.is_some() {
+                    return answer;
+                }
+                // One may have begun that had not seen the silence.
+                (before, since_ns) = (Some(claims), now_ns());
                 continue;
             }
-            let answer = ask();
-            // Else one has begun that had not seen the silence.
-            if answer.is_some() || asked == card.memory.own_used() {
-                return answer;
+            asked = claims.0.saturating_sub(claims.1);
+            let is_late = now_ns().saturating_sub(since_ns) >= LOOK_AFTER_NS;
+            if asked == 0 || is_late && under_way.is_some_and(|other| other.was_asked_in_vain(asked)) {
+                break;
             }
+            sys::sleep_ns(PAUSE_NS);
+        }
+        if let Some(under_way) = under_way.filter(|_| asked > 0) {
+            under_way.asked.store(asked, Relaxed);
+            under_way.asked_ns.store(now_ns(), Relaxed);
         }
         None
     }

@@ -227,17 +227,20 @@ unsafe fn counted_alloc(
     }
     let Some((index, following)) = pools.hold(container, pool) else { return ask(address) };
     let card = following.card();
-    let (before, used) = following.look();
     let wanted = round_up(bytes as u64, UNIT);
-    let missing = wanted.saturating_sub(before.saturating_sub(used));
+    let missing = || {
+        let (reserved, used) = following.look();
+        wanted.saturating_sub(reserved.saturating_sub(used))
+    };
     // All of it first, because what the pool holds may be in pieces too small.
-    let claim = [wanted, missing]
+    let claim = [wanted, missing()]
         .into_iter()
         .find_map(|bytes| charge::try_ask(container, card, pools.growth_for(bytes)))
         .or_else(|| {
             let trimmed = following.trim();
             trimmed.then(|| charge::try_ask(container, card, pools.growth_for(wanted))).flatten()
-        });
+        })
+        .or_else(|| charge::ask_again(container, card, pools.growth_for(missing())));
     let Some(claim) = claim else {
         charge::refused(card);
         return CUresult::OUT_OF_MEMORY;
@@ -261,10 +264,9 @@ unsafe fn counted_alloc(
     let claimed = claim.bytes();
     if grown > claimed {
         // It grew by more than could be known beforehand.
-        let more = charge::try_ask(container, card, grown - claimed);
         charge::settle(card, claim);
         following.settled(before + claimed);
-        match more {
+        match charge::ask_to_the_end(container, card, grown - claimed) {
             Some(more) => {
                 charge::settle(card, more);
                 following.settled(after);

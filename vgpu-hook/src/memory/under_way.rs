@@ -35,6 +35,9 @@ pub(super) struct UnderWay {
     pub(super) in_vain_ns: AtomicU64,
     /// For whom a look waited in vain.
     pub(super) stays: AtomicU64,
+    /// How much those had asked for whom a request waited for in vain, and when, coarse ns; 0 = none did.
+    pub(super) asked: AtomicU64,
+    pub(super) asked_ns: AtomicU64,
     /// Beside whom answers were not believed, and how many.
     pub(super) beside: AtomicU64,
     pub(super) disbelieved: AtomicU64,
@@ -57,6 +60,8 @@ impl UnderWay {
             caller: AtomicU64::new(0),
             in_vain_ns: AtomicU64::new(0),
             stays: AtomicU64::new(0),
+            asked: AtomicU64::new(0),
+            asked_ns: AtomicU64::new(0),
             beside: AtomicU64::new(0),
             disbelieved: AtomicU64::new(0),
         }
@@ -118,6 +123,11 @@ impl UnderWay {
     /// How long to wait for calls at the driver.
     pub(super) fn patience_ns(&self) -> u64 {
         if is_recent(&self.in_vain_ns) { LOOK_AFTER_NS } else { LOOK_NS }
+    }
+
+    /// Whether a request lately waited in vain for others who had asked for so much.
+    pub(super) fn was_asked_in_vain(&self, asked: u64) -> bool {
+        self.asked.load(Relaxed) == asked && is_recent(&self.asked_ns)
     }
 
     /// Whether a measurement of another thread is under way.

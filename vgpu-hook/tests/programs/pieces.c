@@ -1,20 +1,38 @@
-// Threads take and give pieces of blocks that are paid for, while another one asks again and again for all that is left: tells how often
-// that was refused.
+// Threads take and give pieces of blocks that are paid for, while another one asks again and again for all that is left, as memory of a
+// kind: tells how often that was refused.
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef unsigned long long ptr;
 typedef int res;
+struct array3d { size_t width, height, depth; unsigned format, channels, flags; };
+struct location { unsigned kind; int id; };
+struct pool { unsigned kind, handles; struct location location; void *win32; size_t most; unsigned char reserved[56]; };
+struct node { struct pool pool; const void *access; size_t count, bytes; ptr address; };
 res cuInit(unsigned);
 res cuDevicePrimaryCtxRetain(void **, int);
 res cuCtxSetCurrent(void *);
 res cuMemAlloc_v2(ptr *, size_t);
 res cuMemFree_v2(ptr);
 res cuMemGetInfo_v2(size_t *, size_t *);
+res cuMemAllocAsync(ptr *, size_t, void *);
+res cuMemFreeAsync(ptr, void *);
+res cuStreamSynchronize(void *);
+res cuCtxCreate_v2(void **, unsigned, int);
+res cuCtxDestroy_v2(void *);
+res cuArray3DCreate_v2(void **, const struct array3d *);
+res cuArrayDestroy(void *);
+res cuGraphCreate(void **, unsigned);
+res cuGraphAddMemAllocNode(void **, void *, const void **, size_t, struct node *);
+res cuGraphAddMemFreeNode(void **, void *, const void **, size_t, ptr);
+res cuGraphInstantiateWithFlags(void **, void *, ptr);
+res cuGraphLaunch(void *, void *);
+res cuDeviceGraphMemTrim(int);
 
-enum { THREADS = 8, ROUNDS = 2000, PIECE = 512 };
+enum { THREADS = 8, PIECE = 512 };
 static void *context;
 static atomic_int is_over;
 
@@ -34,22 +52,62 @@ static void *churn(void *unused) {
   return unused;
 }
 
-int main(void) {
+// A graph that takes so many bytes while it runs.
+static void *graph_of(size_t bytes) {
+  void *graph, *take, *give, *exec;
+  struct node p = { .pool = { .kind = 1, .location = { 1, 0 } }, .bytes = bytes };
+  must(cuGraphCreate(&graph, 0));
+  must(cuGraphAddMemAllocNode(&take, graph, 0, 0, &p));
+  const void *after[1] = { take };
+  must(cuGraphAddMemFreeNode(&give, graph, after, 1, p.address));
+  must(cuGraphInstantiateWithFlags(&exec, graph, 0));
+  return exec;
+}
+
+// Takes all that is left and gives it back.
+static res once(const char *kind, size_t left, void *graph) {
+  static const struct array3d small = { 16, 16, 0, 1, 1, 0 };
+  ptr address;
+  void *other;
+  res result;
+  if (!strcmp(kind, "async")) {
+    if ((result = cuMemAllocAsync(&address, left, 0))) return result;
+    must(cuMemFreeAsync(address, 0));
+    return cuStreamSynchronize(0);
+  }
+  if (!strcmp(kind, "graph")) {
+    if ((result = cuGraphLaunch(graph, 0))) return result;
+    must(cuStreamSynchronize(0));
+    return cuDeviceGraphMemTrim(0);
+  }
+  if (!strcmp(kind, "array")) return (result = cuArray3DCreate_v2(&other, &small)) ? result : cuArrayDestroy(other);
+  if (!strcmp(kind, "context")) {
+    if ((result = cuCtxCreate_v2(&other, 0, 0))) return result;
+    must(cuCtxDestroy_v2(other));
+    return cuCtxSetCurrent(context);
+  }
+  return (result = cuMemAlloc_v2(&address, left)) ? result : cuMemFree_v2(address);
+}
+
+int main(int argc, char **argv) {
   pthread_t threads[THREADS];
   ptr address;
   size_t left, total;
   int refused = 0;
+  void *graph;
+  if (argc < 3) return 2;
   must(cuInit(0));
   must(cuDevicePrimaryCtxRetain(&context, 0));
   must(cuCtxSetCurrent(context));
   // The block stays.
   must(cuMemAlloc_v2(&address, PIECE));
   must(cuMemGetInfo_v2(&left, &total));
+  graph = graph_of(left);
   for (int i = 0; i < THREADS; i++) pthread_create(&threads[i], 0, churn, 0);
-  for (int round = 0; round < ROUNDS; round++) {
-    res result = cuMemAlloc_v2(&address, left);
+  for (int round = atoi(argv[2]); round > 0; round--) {
+    res result = once(argv[1], left, graph);
     if (result == 2) refused++;
-    else { must(result); must(cuMemFree_v2(address)); }
+    else must(result);
   }
   is_over = 1;
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], 0);

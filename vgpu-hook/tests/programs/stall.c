@@ -1,10 +1,11 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
-// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`. Compiled with -DLIBRARY it is a library
+// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`, `stall refusals`. Compiled with -DLIBRARY it is a library
 // whose constructor makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -231,6 +232,37 @@ static void arrays_beside_a_queue(void) {
   printf("left %zu\ngiven-in-the-end %llu\n", charged(), fake_cuda_given(0));
 }
 
+static atomic_int is_over;
+static void *take_pieces(void *unused) {
+  ptr piece;
+  must(cuCtxSetCurrent(context));
+  while (!is_over) {
+    must(cuMemAlloc_v2(&piece, 512));
+    must(cuMemFree_v2(piece));
+  }
+  return unused;
+}
+
+// More than is left is asked for again and again while an allocation in a stream's order waits for room in its queue, and another thread
+// takes pieces.
+static void refusals_beside_a_queue(void) {
+  pthread_t first, second;
+  ptr address;
+  size_t left, total;
+  must(cuMemAllocAsync(&address, 1 << 20, 0));
+  must(cuMemAlloc_v2(&address, 512));
+  pthread_create(&first, 0, allocate_in_order, 0);
+  until("cuMemAllocAsync", 2);
+  must(cuMemGetInfo_v2(&left, &total));
+  pthread_create(&second, 0, take_pieces, 0);
+  long began = now();
+  for (int i = 0; i < 20; i++)
+    if (cuMemAlloc_v2(&address, left + (4 << 20)) != 2) abort();
+  printf("all %ld\n", now() - began);
+  is_over = 1;
+  pthread_join(second, 0);
+}
+
 static int is_module;
 static void *ending_late(void *thing) {
   must(cuCtxSetCurrent(context));
@@ -414,6 +446,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "ended")) arrays_beside_an_end();
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
+  else if (!strcmp(argv[1], "refusals")) refusals_beside_a_queue();
   else if (!strcmp(argv[1], "anew")) primary_anew(argv[2]);
   else if (!strcmp(argv[1], "both")) context_and_image(!strcmp(argv[2], "image"));
   else if (!strcmp(argv[1], "shares")) image_in_the_block_of_a_refused_one(atol(argv[2]));
