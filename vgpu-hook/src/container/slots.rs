@@ -94,8 +94,9 @@ fn lives_without_lock(fd: Fd, slot: usize) -> bool {
         let at = usage::slot_offset(slot)? + at;
         (fd.read_at(&mut word, at as u64) == Ok(8)).then(|| u64::from_le_bytes(word))
     };
-    let noted = word(words::LIFE_AT).filter(|_| word(words::MARK_AT) == Some(words::owner_mark(slot)));
-    let Some(noted) = noted.and_then(Life::unpack) else { return false };
+    let noted = word(words::LIFE_AT).and_then(Life::unpack);
+    let is_ours = |_: &Life| word(words::MARK_AT) == Some(words::owner_mark(slot));
+    let Some(noted) = noted.filter(is_ours) else { return false };
     // The pid is the lower half.
     let pid = word(0).map_or(0, |pid| i32::try_from(pid & 0x7fff_ffff).unwrap_or(0));
     pid > 0 && Life::of(pid).is_some_and(|life| life.may_be(noted))
