@@ -195,8 +195,8 @@ pub(super) struct Calm {
 
 /// See [`Calm::close`].
 const CLOSE: u32 = 32;
-/// As [`STAMP_EVERY`], and odd: of two cards that are used in turns each gets its stamp.
-const PASS: u32 = STAMP_EVERY - 2;
+/// As [`STAMP_EVERY`]: of two cards that are used in turns each gets its stamp.
+const PASS: u32 = STAMP_EVERY - 1;
 
 impl Calm {
     pub(super) const fn new() -> Self {

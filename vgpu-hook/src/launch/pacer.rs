@@ -30,8 +30,9 @@ pub(super) struct Request {
 const GRAPH_NS: u64 = 1_000_000;
 /// Threads of a card that does not say: 132 SMs of 2,048.
 const RESIDENT: u64 = 132 * 2048;
-/// Launches after which stamps are looked at even though the agent's heartbeat does not move.
-pub(super) const STAMP_EVERY: u32 = 64;
+/// Launches after which stamps are looked at even though the agent's heartbeat does not move. A prime: it is one of these launches
+/// that is measured because it is time, and in a program whose steps are 2^n launches that must not always be the same one.
+pub(super) const STAMP_EVERY: u32 = 61;
 /// Slices while a measurement is under way: what it says may end the wait.
 const MEASURING_SLICE_NS: u64 = 1_000_000;
 

@@ -23,7 +23,7 @@ const SLACK: u64 = 60 * US;
 /// The agent's period.
 pub const PERIOD: u64 = PERIOD_NS;
 /// Launches after which a process looks at its stamps, as in the library.
-const STAMP_EVERY: u32 = 64;
+const STAMP_EVERY: u32 = 61;
 /// A sample of so many percent shows a container at work, as in the agent.
 const BUSY_PERCENT: u32 = 50;
 const BURST: u64 = 50 * MS;
