@@ -17,8 +17,8 @@ use crate::entry::{Entry, MOST_NS};
 /// the measured one runs.
 pub const UNKNOWN_NS: u64 = 1_000_000;
 /// Launches of one unmeasured function after which the next has to wait [`AHEAD_NS`](crate::AHEAD_NS) at a share of
-/// 50 %: 1 + 2 + 4 + ... ms reach a second with the tenth. The queue that a tenant can build before its kernel is known
-/// is at most this many kernels deep (deeper by one for each halving of that second: none at smaller shares).
+/// 50 %: 1 + 2 + 4 + ... ms reach a second with the tenth. The queue that a tenant can build before its kernel is known, once that
+/// runs, is about this many kernels deep.
 pub const BURST_LAUNCHES: u32 = 10;
 /// Where launches pay by the clock, one of the next few is measured so long after that was last done, whatever its
 /// function: one that takes longer than it did is soon found out, and two events cost nothing in such a time.
@@ -390,6 +390,13 @@ impl Costs {
         if let Some(entry) = self.existing(key) {
             entry.clear();
         }
+    }
+
+    /// Some functions are gone, nobody knows which: their handles may come again for others, of which the next launches tell.
+    pub fn functions_gone(&self) {
+        let functions =
+            self.entries.iter().filter(|entry| !Key::from_raw(entry.key.load(Relaxed)).is_graph());
+        functions.for_each(Entry::look_closely);
     }
 
     #[inline]

@@ -158,6 +158,13 @@ impl Entry {
         if varies && longest > paid_ns { Correction::of_one(paid_ns, longest) } else { Correction::None }
     }
 
+    /// The next launches are measured: they tell whether it takes longer now.
+    pub(crate) fn look_closely(&self) {
+        if self.cost() != 0 {
+            self.watch.store(self.watch.load(Relaxed).max(RISES.into()), Relaxed);
+        }
+    }
+
     /// Whether there was no launch since this was asked last.
     pub(crate) fn was_idle(&self) -> bool {
         let seen = self.seen.load(Relaxed);

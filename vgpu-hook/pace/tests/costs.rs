@@ -328,6 +328,23 @@ fn a_graph_that_is_launched_once_pays_for_itself() {
     }
 }
 
+/// A module is unloaded, and the handle of a short function comes again for a long one.
+#[test]
+fn after_an_unloading_the_next_launches_tell() {
+    let costs = Costs::new();
+    for _ in 0..9 {
+        let _ = measure(&costs, key(1), 3_000);
+    }
+    while launch(&costs, key(1)).sample != Sample::No {}
+    costs.functions_gone();
+    for _ in 0..4 {
+        let quote = launch(&costs, key(1));
+        assert_ne!(quote.sample, Sample::No);
+        let _ = took(&costs, key(1), &quote, 20 * MS);
+    }
+    assert_eq!(mean(&costs, key(1)), Some(20 * MS));
+}
+
 /// None of them is ever launched a second time: while nothing is known they get dearer as launches of one function do.
 #[test]
 fn graphs_get_dearer_until_one_of_them_was_measured() {

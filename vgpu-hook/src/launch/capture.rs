@@ -90,7 +90,10 @@ impl Captures {
     #[cold]
     pub(super) fn hold(&self, stream: Handle, events: &impl Events) -> bool {
         let mut known = self.places.iter().filter_map(Place::capture);
-        known.any(|capture| capture.graphics && capture.stream == stream) || events.capturing(stream)
+        // Under that handle every thread has a stream of its own.
+        let graphics =
+            stream != PER_THREAD && known.any(|capture| capture.graphics && capture.stream == stream);
+        graphics || events.capturing(stream)
     }
 
     pub(super) fn add(&self, capture: Capture) {

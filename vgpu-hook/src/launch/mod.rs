@@ -70,12 +70,20 @@ impl Ending {
 
 impl Drop for Ending {
     fn drop(&mut self) {
+        if self.gone {
+            functions_gone();
+        }
         if let Some(lost) = PACER.sampler.ended(self.context, self.card, self.gone)
             && let Some(lane) = self.lane(lost.card)
         {
             PACER.lost(&lane, &lost);
         }
     }
+}
+
+/// Functions are gone with a module, or will be.
+pub(crate) fn functions_gone() {
+    PACER.costs.functions_gone();
 }
 
 /// The program waited for what it had launched: what is known of that now is entered.

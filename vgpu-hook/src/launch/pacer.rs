@@ -220,6 +220,10 @@ impl Pacer {
     /// The driver refused a launch that had paid.
     #[cold]
     pub(super) fn give_back(&self, lane: &impl Lane, key: Key, paid: Paid) {
+        // There was no limit while it waited: it is in no account.
+        if paid.ns() == 0 {
+            return;
+        }
         self.costs.refused(key, paid.ns());
         if let Some(terms) = lane.terms() {
             if let Some(local) = self.local.get(lane.index()) {

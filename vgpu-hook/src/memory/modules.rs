@@ -24,6 +24,7 @@ use super::{Here, Kind, Pass, charge, counted, here, key_of};
 use crate::container::{self, Card, Container};
 use crate::cuda::{CUlibrary, CUmodule, CUresult};
 use crate::driver;
+use crate::launch;
 
 /// An image is not believed to take more where a neighbour's doing may be in what was seen: the largest library of kernels
 /// known is below 1 GiB.
@@ -432,6 +433,7 @@ pub(crate) unsafe fn library_unload(real: Unload, library: CUlibrary) -> CUresul
 
 fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUresult {
     let Ok(container) = counted() else { return real() };
+    launch::functions_gone();
     let key = key_of(kind, handle.addr() as u64);
     let ended = container.books.contexts.ended();
     let Some(entry) = container.books.objects.take(key) else { return real() };
