@@ -194,30 +194,6 @@ fn a_mapping_that_the_driver_refuses_leaves_the_one_at_its_address() {
 
 #[test]
 #[ignore = "needs the built library"]
-fn a_program_that_is_refused_may_try_for_ever() {
-    let place = Place::new().limited(64 * MIB);
-    let _first = place.ready();
-    // Another library's process that lives has the second slot.
-    let file = OpenOptions::new().write(true).open(place.usage()).unwrap();
-    let slot = usage::slot_offset(1).unwrap() as u64;
-    let status = slot + usage::SLOT_SIZE as u64 - 32;
-    for (at, value) in [(slot, std::process::id()), (status, 1), (usage::PROC_NUM_AT as u64, 2)] {
-        file.write_all_at(&value.to_le_bytes(), at).unwrap();
-    }
-    let mut session = place.session();
-    assert_ne!(session.ask("init")[0], 0);
-    let before = session.ask("files");
-    for _ in 0..20 {
-        assert_ne!(session.ask("init")[0], 0);
-    }
-    let after = session.ask("files");
-    // The program's own standard I/O may have mapped something.
-    assert!(after[1] == before[1] && after[2] <= before[2] + 1, "files and mappings: {before:?} {after:?}");
-    assert_eq!((place.hot().foreign, place.hot().refused), (21, 21));
-}
-
-#[test]
-#[ignore = "needs the built library"]
 fn a_limit_on_the_size_of_files_ends_cu_init_and_not_the_program() {
     let place = Place::new().limited(64 * MIB);
     let small = || {
@@ -248,6 +224,30 @@ fn a_limit_on_the_size_of_files_ends_cu_init_and_not_the_program() {
     let holder = place.ready();
     assert_eq!(small(), (0, String::new()));
     holder.end();
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn a_program_that_is_refused_may_try_for_ever() {
+    let place = Place::new().limited(64 * MIB);
+    let _first = place.ready();
+    // Another library's process that lives has the second slot.
+    let file = OpenOptions::new().write(true).open(place.usage()).unwrap();
+    let slot = usage::slot_offset(1).unwrap() as u64;
+    let status = slot + usage::SLOT_SIZE as u64 - 32;
+    for (at, value) in [(slot, std::process::id()), (status, 1), (usage::PROC_NUM_AT as u64, 2)] {
+        file.write_all_at(&value.to_le_bytes(), at).unwrap();
+    }
+    let mut session = place.session();
+    assert_ne!(session.ask("init")[0], 0);
+    let before = session.ask("files");
+    for _ in 0..20 {
+        assert_ne!(session.ask("init")[0], 0);
+    }
+    let after = session.ask("files");
+    // The program's own standard I/O may have mapped something.
+    assert!(after[1] == before[1] && after[2] <= before[2] + 1, "files and mappings: {before:?} {after:?}");
+    assert_eq!((place.hot().foreign, place.hot().refused), (21, 21));
 }
 
 #[test]
@@ -328,51 +328,6 @@ fn memory_that_is_retained_while_it_is_unmapped_stays_charged() {
     let text = run_within(&mut place.command("retain"), 60).quiet();
     let told = pairs(&text);
     assert!(told["charged"] == told["given"] && told["retained"] != "0", "{told:?}");
-}
-
-/// How often all that is left was refused, as memory of a kind, beside threads that take pieces.
-fn refused_beside_pieces(place: &Place, kind: &str, rounds: u64) -> u64 {
-    let mut command = place.command("pieces");
-    command.args([kind, &rounds.to_string()]);
-    pairs(&run_within(&mut command, 120).quiet())["refused"].parse().unwrap()
-}
-
-/// While it is not known whether a piece needs another block, it asks for one: nothing is refused for that.
-#[test]
-#[ignore = "needs the built library"]
-fn what_is_left_can_be_had_beside_threads_that_take_pieces() {
-    for (kind, limit, rounds) in [
-        ("plain", 64, 2000),
-        ("async", 66, 1000),
-        ("graph", 66, 500),
-        ("array", 4, 500),
-        ("context", 130, 50),
-    ] {
-        let place = Place::new().contexts_of(if kind == "context" { 64 } else { 0 }).limited(limit * MIB);
-        let refused = refused_beside_pieces(&place, kind, rounds);
-        // One that was about to ask may do so in the moment that counts.
-        assert!(refused <= 2, "{kind}: {refused} of {rounds}");
-    }
-}
-
-/// A process that is killed at the driver leaves what it had asked for in the total, for as long as the file lives.
-#[test]
-#[ignore = "needs the built library"]
-fn what_is_left_can_be_had_after_a_process_died_at_the_driver() {
-    let mut place = Place::new().limited(66 * MIB);
-    let mut keeper = place.session();
-    keeper.done("init");
-    place.set("FAKE_CUDA_SLOW", "cuMemAlloc_v2:1:60000000");
-    let mut victim = place.ready();
-    victim.tell("alloc a 31457280");
-    while place.hot().cards[0].total < 30 * MIB {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-    victim.kill();
-    place.set("FAKE_CUDA_SLOW", "none:1:1");
-    let refused = refused_beside_pieces(&place, "plain", 3000);
-    assert!(refused <= 2, "{refused} of 3000");
-    keeper.end();
 }
 
 /// A stream of one's own says on which card it is, and libraries belong to no context.
@@ -555,56 +510,6 @@ fn arrays_that_are_tiny_are_charged_the_blocks_that_they_fill() {
     }
     assert!(session.agree("most of them gone") <= 4 * MIB);
     session.end();
-}
-
-/// What the driver refuses for its shape is refused so at a full limit, too.
-#[test]
-#[ignore = "needs the built library"]
-fn an_array_that_there_cannot_be_is_not_a_want_of_memory() {
-    let place = Place::new().limited(64 * MIB);
-    let mut session = place.ready();
-    session.done(&format!("alloc all {}", 64 * MIB));
-    assert_eq!(session.ask("array-of a 16 16 0x77")[0], 1);
-    session.refused("array-of b 16 16 0x20");
-    session.agree("nothing came of it");
-    session.end();
-}
-
-/// With no byte left, what the driver refuses anyway is refused as by the driver.
-#[test]
-#[ignore = "needs the built library"]
-fn a_wrong_argument_is_one_at_a_full_limit_too() {
-    const INVALID_VALUE: u64 = 1;
-    let place = Place::new().limited(64 * MIB);
-    let mut session = place.ready();
-    for full in [false, true] {
-        for step in ["alloc a 0", "managed a 0", "pitch a 1000 10 3", "pitch a 1000 10000 3"] {
-            assert_eq!(session.ask(step)[0], INVALID_VALUE, "{step}, full: {full}");
-        }
-        if !full {
-            session.done(&format!("alloc all {}", 64 * MIB));
-        }
-    }
-    session.refused("alloc b 1");
-    session.refused("pitch b 1000 10000 4");
-    assert_eq!(session.agree("all of it"), 64 * MIB);
-}
-
-/// The most that was held is told, and not what was asked for besides or what a crash has left in the sum.
-#[test]
-#[ignore = "needs the built library"]
-fn the_peak_is_of_what_was_held() {
-    let place = Place::new().limited(256 * MIB);
-    let mut session = place.ready();
-    session.done(&format!("alloc a {}", 40 * MIB));
-    // As after a process that was killed between its claim and the driver's answer.
-    let total = mullion_region::extension::card_offset(0).unwrap() + mullion_region::extension::TOTAL_AT;
-    sessions::write_at(&place.usage(), &(140 * MIB).to_le_bytes(), total);
-    session.done(&format!("alloc b {}", 60 * MIB));
-    assert_eq!(place.hot().cards[0].peak, 100 * MIB);
-    session.refused(&format!("alloc c {}", 200 * MIB));
-    session.done(&format!("alloc d {}", 2 * MIB));
-    assert_eq!(place.hot().cards[0].peak, 102 * MIB);
 }
 
 /// The driver says of neither how much it took: what only this process can have taken counts whole.

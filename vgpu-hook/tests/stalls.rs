@@ -166,6 +166,18 @@ fn nobody_waits_while_what_was_refused_is_taken_back() {
     }
 }
 
+/// A limit of a context that was refused, and that the driver does not set back, is as it was set.
+#[test]
+#[ignore = "needs the built library"]
+fn a_refused_limit_of_a_context_that_cannot_be_set_back_stays_charged() {
+    let mut place = Place::new().contexts_of(64).limited(256 * MIB);
+    place.set("FAKE_CUDA_LATE", "cuCtxSetLimit:500000");
+    let told = told(&place, &["kept"]);
+    // No more than the limit is told as used.
+    assert_eq!((told["charged"], told["given"]), (256 * MIB, 384 * MIB));
+    assert_eq!((told["left"], told["given-in-the-end"]), (192 * MIB, 192 * MIB));
+}
+
 /// A context is made while an image is loaded for long, or the other way round; each of them may be over first. The context is
 /// charged in advance.
 #[test]

@@ -51,8 +51,9 @@ impl<'c> Making<'c> {
         self.measurement.abandon_and(|| charge::undo_advance(self.card, self.paid, result));
     }
 
-    /// Charges a context just made, or ends it by `release` where the limit has no room for it; whether it had.
-    pub(super) fn made(self, context: u64, release: impl FnOnce()) -> bool {
+    /// Charges a context just made, or ends it by `release` where the limit has no room for it; whether it had. `release` says
+    /// whether it has ended: else it stays charged.
+    pub(super) fn made(self, context: u64, release: impl FnOnce() -> bool) -> bool {
         let Self { container, card, measurement, is_first, paid } = self;
         let refused = measurement.end(|looking, taken| {
             let mut bytes = size_of_context(taken, paid, is_first);
@@ -70,18 +71,26 @@ impl<'c> Making<'c> {
             if bytes > 0 {
                 learn(card, bytes, taken.map_or(Trust::Card, |taken| taken.trust));
             }
-            let entry = Entry { size: bytes, card: card.index, kind: Kind::Context as u8, note: context };
-            let _ = container.books.objects.insert(key_of(Kind::Context, context), &entry);
-            container.books.contexts.changed(container, card, true);
+            enter(container, card, context, bytes);
             None
         });
         let Some(bytes) = refused else { return true };
         // Without a lock: whoever looks at another card need not wait for the end of a context.
         let _hidden = container.books.measuring.hidden_many(Some(card));
-        release();
-        card.memory.free(bytes);
+        if release() {
+            card.memory.free(bytes);
+        } else {
+            enter(container, card, context, bytes);
+        }
         false
     }
+}
+
+/// Enters a context for which `bytes` are charged. The card's lock of contexts is held.
+fn enter(container: &Container, card: &Card, context: u64, bytes: u64) {
+    let entry = Entry { size: bytes, card: card.index, kind: Kind::Context as u8, note: context };
+    let _ = container.books.objects.insert(key_of(Kind::Context, context), &entry);
+    container.books.contexts.changed(container, card, true);
 }
 
 /// A program that cannot even make a context sees no more than that the card is full.

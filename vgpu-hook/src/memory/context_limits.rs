@@ -6,7 +6,7 @@ use core::ffi::{c_int, c_uint};
 use super::blocks::{BLOCK, round_up};
 use super::context_charge::MOST;
 use super::looks::From;
-use super::{Kind, charge, here, key_of};
+use super::{Here, Kind, charge, here, key_of};
 use crate::container::{Card, Container};
 use crate::cuda::{CUdevice, CUresult};
 use crate::driver;
@@ -68,51 +68,64 @@ pub(crate) unsafe fn context_set_limit(
     let mut former = 0;
     // SAFETY: the driver writes one number.
     let former = ask.is_some_and(|ask| unsafe { ask(&raw mut former, limit) }.is_ok()).then_some(former);
+    // SAFETY: the caller's own arguments, but for a value that was set before.
+    let set = |value| unsafe { real(limit, value) };
+    let (result, is_refused) = change(now, limit, former, value, set);
+    if !is_refused {
+        return result;
+    }
+    // What it took stays charged until it is seen to go, or the context ends: the driver may refuse this.
+    if let Some(former) = former {
+        let _ = change(now, limit, Some(value), former, set);
+    }
+    CUresult::OUT_OF_MEMORY
+}
+
+/// Sets `limit`, and charges the context what that takes or gives back; the driver's answer, and whether it took more than
+/// there is room for.
+fn change(
+    now: Here,
+    limit: c_uint,
+    former: Option<usize>,
+    value: usize,
+    set: impl FnOnce(usize) -> CUresult,
+) -> (CUresult, bool) {
     let measuring = &now.container.books.measuring;
     let measurement = measuring.begin(now.container, now.card, From::Here, true);
-    // SAFETY: the caller's own arguments.
-    let result = unsafe { real(limit, value) };
+    let result = set(value);
     if !result.is_ok() {
         measurement.abandon();
-        return result;
+        return (result, false);
     }
     let threads = if limit == STACK { threads_of(now.container, now.card) } else { None };
     let (most_more, most_less) = believable(limit, former, value, threads);
-    let refused = measurement.end(|_, taken| {
-        let taken = taken?;
+    let is_refused = measurement.end(|_, taken| {
+        let Some(taken) = taken else { return false };
         let most = |most| if most == 0 { 0 } else { taken.believed(most, now.card.is_shared()) };
         let (more, less) = (taken.more(most(most_more)), taken.less(most(most_less)));
         let objects = &now.container.books.objects;
         let key = key_of(Kind::Context, now.context);
-        let entry = objects.get(key)?;
+        let Some(entry) = objects.get(key) else { return false };
         // Where the context ends meanwhile, it takes along what its entry says.
         if more > 0 {
-            let Some(claim) = charge::ask(now.container, now.card, more) else {
-                // Until it is as before.
-                now.card.memory.force(more);
-                return Some(more);
-            };
-            charge::settle(now.card, claim);
+            let claim = charge::ask(now.container, now.card, more);
+            let is_refused = claim.is_none();
+            match claim {
+                Some(claim) => charge::settle(now.card, claim),
+                None => now.card.memory.force(more),
+            }
             if objects.swap_size(key, entry.size + more).is_none() {
                 now.card.memory.free(more);
             }
-        } else if less > 0 {
-            let freed = less.min(entry.size);
-            if objects.swap_size(key, entry.size - freed).is_some() {
-                now.card.memory.free(freed);
-            }
+            return is_refused;
         }
-        None
+        let freed = less.min(entry.size);
+        if freed > 0 && objects.swap_size(key, entry.size - freed).is_some() {
+            now.card.memory.free(freed);
+        }
+        false
     });
-    let Some(more) = refused else { return result };
-    // Without a lock: it may wait for what runs in the context.
-    let _hidden = measuring.hidden_many(Some(now.card));
-    if let Some(former) = former {
-        // SAFETY: what it was before.
-        let _ = unsafe { real(limit, former) };
-    }
-    now.card.memory.free(more);
-    CUresult::OUT_OF_MEMORY
+    (result, is_refused)
 }
 
 #[cfg(test)]

@@ -228,18 +228,16 @@ pub(super) fn make_primary(
         return Err(result);
     }
     let handle = made.addr() as u64;
+    let mut is_there = true;
     let release = || {
-        if let Some(device) = container.device(card) {
-            release_at_driver(device);
-        }
+        is_there = !container.device(card).is_some_and(release_at_driver);
+        !is_there
     };
-    if !making.made(handle, release) {
-        return Err(CUresult::OUT_OF_MEMORY);
-    }
-    if let Some(place) = container.books.contexts.primary(card) {
+    let has_room = making.made(handle, release);
+    if let Some(place) = container.books.contexts.primary(card).filter(|_| is_there) {
         place.store(handle, Relaxed);
     }
-    Ok(made)
+    if has_room { Ok(made) } else { Err(CUresult::OUT_OF_MEMORY) }
 }
 
 /// A reference to a card's primary context was given up: charges it no longer if that was the last one, but for what is for
@@ -256,13 +254,12 @@ pub(super) fn primary_left(
     (true, gone(container, context, Kind::Context))
 }
 
+/// Gives up a reference to a primary context; whether the driver took it back.
 #[cold]
-pub(super) fn release_at_driver(device: CUdevice) {
+pub(super) fn release_at_driver(device: CUdevice) -> bool {
     let release = driver::function!(cuDevicePrimaryCtxRelease_v2: unsafe extern "C" fn(CUdevice) -> CUresult);
-    if let Some(release) = release {
-        // SAFETY: the reference that was just taken.
-        let _ = unsafe { release(device) };
-    }
+    // SAFETY: the reference that was just taken.
+    release.is_some_and(|release| unsafe { release(device) }.is_ok())
 }
 
 /// `cuDevicePrimaryCtxRelease` and `cuDevicePrimaryCtxReset`, both forms.
@@ -373,10 +370,8 @@ fn create(
     }
     let destroy = || {
         let destroy = driver::function!(cuCtxDestroy_v2: unsafe extern "C" fn(CUcontext) -> CUresult);
-        if let Some(destroy) = destroy {
-            // SAFETY: a context that nobody knows of.
-            let _ = unsafe { destroy(made) };
-        }
+        // SAFETY: a context that nobody knows of.
+        destroy.is_some_and(|destroy| unsafe { destroy(made) }.is_ok())
     };
     if !making.made(made.addr() as u64, destroy) {
         return CUresult::OUT_OF_MEMORY;

@@ -95,11 +95,12 @@ unsafe fn green_create_beside_primary(
     if let Some(taken) = refused {
         let _hidden = container.books.measuring.hidden_many(Some(card));
         let destroy = driver::function!(cuGreenCtxDestroy: unsafe extern "C" fn(CUgreenCtx) -> CUresult);
-        if let Some(destroy) = destroy {
-            // SAFETY: a context that nobody knows of.
-            let _ = unsafe { destroy(made) };
+        // SAFETY: a context that nobody knows of.
+        let is_gone = destroy.is_some_and(|destroy| unsafe { destroy(made) }.is_ok());
+        // Else it stays charged.
+        if is_gone {
+            card.memory.free(taken);
         }
-        card.memory.free(taken);
         return CUresult::OUT_OF_MEMORY;
     }
     // SAFETY: not null, so the caller's place for a result.

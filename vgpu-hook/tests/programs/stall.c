@@ -1,6 +1,7 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
-// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`, `stall refusals`. Compiled with -DLIBRARY it is a library
+// `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`, `stall refusals`,
+// `stall kept`. Compiled with -DLIBRARY it is a library
 // whose constructor makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -43,6 +44,7 @@ res cuModuleGetFunction(void **, void *, const char *);
 res cuMemGetInfo_v2(size_t *, size_t *);
 ptr fake_cuda_calls(const char *);
 ptr fake_cuda_given(int);
+int fake_cuda_fail(const char *, unsigned, unsigned);
 res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 
 #ifdef LIBRARY
@@ -413,6 +415,26 @@ static void array_beside_what_is_refused(int is_heap) {
   printf("left %zu\n", charged());
 }
 
+static void *fail_to_set_back(void *unused) {
+  until("cuCtxSetLimit", 1);
+  usleep(100000);
+  fake_cuda_fail("cuCtxSetLimit", 999, 1);
+  return unused;
+}
+
+// A context's heap is made larger than there is room for, and cannot be set back; then the program does that.
+static void heap_that_stays(void) {
+  pthread_t first;
+  ptr address;
+  must(cuMemAlloc_v2(&address, 128 << 20));
+  pthread_create(&first, 0, fail_to_set_back, 0);
+  if (cuCtxSetLimit(2, 200 << 20) != 2) abort();
+  pthread_join(first, 0);
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+  must(cuCtxSetLimit(2, 8 << 20));
+  printf("left %zu\ngiven-in-the-end %llu\n", charged(), fake_cuda_given(0));
+}
+
 int main(int argc, char **argv) {
   pthread_t first, second;
   ptr address;
@@ -447,6 +469,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
   else if (!strcmp(argv[1], "refusals")) refusals_beside_a_queue();
+  else if (!strcmp(argv[1], "kept")) heap_that_stays();
   else if (!strcmp(argv[1], "anew")) primary_anew(argv[2]);
   else if (!strcmp(argv[1], "both")) context_and_image(!strcmp(argv[2], "image"));
   else if (!strcmp(argv[1], "shares")) image_in_the_block_of_a_refused_one(atol(argv[2]));
