@@ -52,7 +52,7 @@ pub fn run(files: &Files, options: &Options) -> Result<Report> {
         title: "Counted by a tracer".to_owned(),
         tables: vec![table],
         notes: vec![
-            "Instructions of the ordinary call: one launch in 64 renews a stamp besides, and one in 256 that has to pay \
+            "Instructions of the ordinary call: one launch in 61 renews a stamp besides, and one in 256 that has to pay \
              is measured."
                 .to_owned(),
         ],
