@@ -25,12 +25,13 @@ use crate::events::Announcer;
 use crate::health::Watcher;
 use crate::inventory::Publisher;
 use crate::metrics::{self, Metrics};
+use crate::monitor::bounds::Bounds;
 use crate::monitor::export::Exporter;
 use crate::monitor::{Latest, Monitor};
 use crate::nvml::{self, DriverHandle, EventThread};
 use crate::prepare::driver_files::Finder;
 use crate::prepare::library::Library;
-use crate::prepare::{Preparer, container_folder, files};
+use crate::prepare::{Preparer, files};
 use crate::release::Releaser;
 use crate::restore::{Restored, keep_card_pids, restore, start_log};
 use crate::state::{Key, State};
@@ -181,7 +182,7 @@ impl Agent {
             Arc::clone(&self.metrics),
             self.settings.node.clone(),
         );
-        self.spawn(keep_bounds(self.settings.clone(), Arc::clone(&self.shared), announcer.clone()));
+        self.spawn(Bounds::new(self.settings.clone(), Arc::clone(&self.shared), announcer.clone()).keep());
         self.spawn(wishes::keep_told(Arc::clone(&self.shared), self.state.clone(), announcer.clone()));
         let latest = Latest::default();
         let monitor = Monitor {
@@ -358,43 +359,6 @@ async fn keep_signs(
         if matches!(tokio::time::timeout(LOOK, registered.changed()).await, Ok(Err(_))) {
             return;
         }
-    }
-}
-
-/// Keeps usage files at their length: they lie on the node's disk, and nobody charges a tenant for it.
-async fn keep_bounds(settings: Settings, shared: Arc<Shared>, announcer: Announcer) {
-    let mut told = BTreeSet::new();
-    loop {
-        let grants: Vec<_> = shared.read(|w| {
-            let pod = |uid: &str| w.ledger.allocation(&uid.into()).map(|fact| fact.pod.clone());
-            w.grants.values().map(|g| (g.clone(), pod(&g.allocation))).collect()
-        });
-        told.retain(|name: &String| grants.iter().any(|(g, _)| g.grant == *name));
-        for (grant, pod) in grants {
-            match files::cut_usage_file(&container_folder(&settings, &grant.pod, &grant.container)) {
-                Ok(None) => {}
-                Ok(Some(length)) => {
-                    // Who does it once does it again; one Event says it.
-                    if told.insert(grant.grant) {
-                        warn!(
-                            pod_uid = grant.pod,
-                            container = grant.container,
-                            length,
-                            "usage file cut back"
-                        );
-                        if let Some(pod) = pod {
-                            announcer.usage_cut(&pod, &grant.container, length);
-                        }
-                    }
-                }
-                Err(error) => {
-                    if told.insert(grant.grant) {
-                        warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "usage file not bounded");
-                    }
-                }
-            }
-        }
-        tokio::time::sleep(LOOK).await;
     }
 }
 

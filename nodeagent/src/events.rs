@@ -57,13 +57,13 @@ impl Announcer {
         }
     }
 
-    /// A container's usage file had to be cut back: an Event on its pod.
-    pub fn usage_cut(&self, pod: &PodRef, container: &str, length: u64) {
+    /// A container's usage file has, or takes of the disk, so many bytes and is cut back: an Event on its pod.
+    pub fn usage_cut(&self, pod: &PodRef, container: &str, bytes: u64) {
         let event = Event {
             type_: EventType::Warning,
             reason: "UsageFileCut".to_owned(),
             note: Some(format!(
-                "container {container} made its usage file {length} bytes long, {} is right: it was cut back",
+                "container {container} made its usage file take {bytes} bytes, {} is right: it is cut back",
                 mullion_region::usage::FILE_LEN
             )),
             action: "CheckUsageFile".to_owned(),

@@ -190,9 +190,9 @@ fn enforced(world: &World, uid: &AllocationUid, told: bool) -> Option<Claim> {
         Some(Verdict::Damaged { message }) => {
             Some(Claim::new(ENFORCED, "False", "UsageFileDamaged", message))
         }
-        None if told => None,
+        Some(Verdict::Unsure) | None if told => None,
         // True only once the library has been seen at work.
-        Some(Verdict::Waiting) | None => Some(Claim::new(
+        Some(Verdict::Waiting | Verdict::Unsure) | None => Some(Claim::new(
             ENFORCED,
             "Unknown",
             "LibraryMounted",

@@ -22,11 +22,11 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// What a problem says; `None` where the file is only not there, as while the container is made or removed.
+    /// What a problem says; `None` where the file is only not there, as while the container is made or removed, or slow.
     #[must_use]
     pub fn of(problem: &Unreadable) -> Option<Self> {
-        let missing = matches!(problem, Unreadable::Missing);
-        (!missing).then(|| Self { code: problem.code(), text: mullion_telemetry::source_chain(problem) })
+        let passes = matches!(problem, Unreadable::Missing | Unreadable::Held { long: false });
+        (!passes).then(|| Self { code: problem.code(), text: mullion_telemetry::source_chain(problem) })
     }
 }
 
@@ -34,8 +34,9 @@ impl std::fmt::Display for Fault {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { code, text } = self;
         write!(f, "usage file {USAGE_IN_CONTAINER} cannot be used ({code}: {text}). ")?;
-        // Locks keep the agent from the file, not the library.
-        if *code != Unreadable::Locked.code() {
+        // These keep the agent from the file, not the library, which has it mapped.
+        let away = [Unreadable::Locked, Unreadable::Held { long: true }].map(|problem| problem.code());
+        if !away.contains(code) {
             f.write_str("A process that starts in the container is not let at its cards (cuInit fails). ")?;
         }
         f.write_str(

@@ -4,6 +4,7 @@ mod act;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use mullion_audit::Event as AuditEvent;
@@ -14,16 +15,19 @@ use mullion_pace::{Reading, Steer};
 use crate::cgroup::Cgroups;
 use crate::monitor::damage::{Damage, Fault};
 use crate::monitor::escape::{Bypass, Suspicion};
-use crate::monitor::files::{Allowance, Folder, Ours, Unreadable, UsageFile};
+use crate::monitor::files::{
+    Allowance, Content, Folder, Ours, Read, Reading as FileReading, Unreadable, UsageFile,
+};
 use crate::monitor::gauge::Gauge;
+use crate::monitor::hands::{Hands, Late};
 use crate::monitor::minute::Minute;
+use crate::monitor::mirror::Written;
 use crate::monitor::processes::{Processes, container_cgroup};
 use crate::monitor::reapers::Reapers;
 use crate::monitor::snapshot::{Card, Measured, Snapshot};
 use crate::monitor::target::{Granted, Key, Target};
 use crate::monitor::usage::{CardUsage, ContainerUsage, of_foreign, of_ours};
 use crate::nvml::sample::{CardSample, Sample};
-use crate::prepare::files::USAGE_FILE;
 
 /// A clock of the container's may run ahead of ours by this much; what was launched later than that was not.
 const AHEAD_NS: u64 = 1_000_000_000;
@@ -33,6 +37,12 @@ const SEARCH_NS: u64 = 3_000_000_000;
 
 /// How long a usage file is left alone on which there were too many locks.
 const LOCKED_NS: u64 = 60_000_000_000;
+
+/// So many looks a verdict waits for the driver's word: longer than a driver takes to start, or to be given up.
+const UNSURE_LOOKS: u8 = 20;
+
+/// Reading a file that takes this long is held up by its tenant, and no accident; until then it says what it last said.
+const HELD_NS: u64 = 3_000_000_000;
 
 /// Both clocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,11 +75,15 @@ pub struct Rules {
     pub margin: u64,
     /// Time of a processor for the locks of one container's file, in one look.
     pub locks: Duration,
+    /// How long a look waits for files that tenants hold up, all together, and as long again for what it writes to them.
+    pub patience: Duration,
 }
 
 /// What is known of an allocation's limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
+    /// The driver has not told yet what the container holds, so that what was said of it stands.
+    Unsure,
     /// No process of a container has asked for its cards yet.
     Waiting,
     /// The library was seen at work in each container.
@@ -93,7 +107,8 @@ impl Verdict {
             Self::Holds => 0,
             Self::Waiting => 1,
             Self::Damaged { .. } => 2,
-            Self::Bypassed { .. } => 3,
+            Self::Unsure => 3,
+            Self::Bypassed { .. } => 4,
         }
     }
 }
@@ -150,6 +165,10 @@ struct Kept {
     cards: Vec<KeptCard>,
     suspicion: Suspicion,
     damage: Damage,
+    /// For how many looks more nothing is said of what the container holds, unless the driver tells it.
+    unsure: Option<u8>,
+    /// What the file said when it was last read.
+    last: Option<ContainerUsage>,
     /// The library was seen at work, in this run of the container or in a former one.
     seen_at_work: bool,
     minute: Minute,
@@ -159,6 +178,14 @@ struct Kept {
     counted_ns: u64,
     granted: Option<Granted>,
     target: Option<Target>,
+}
+
+impl Kept {
+    /// Of a container that is looked at for the first time, `at_start` by an agent that looks for the first time.
+    fn new(at_start: bool) -> Self {
+        let minute = if at_start { Minute::resuming() } else { Minute::default() };
+        Self { unsure: Some(UNSURE_LOOKS), minute, ..Self::default() }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -185,10 +212,22 @@ impl Counted {
     }
 }
 
+/// What reading a container's file came to.
+struct Found {
+    /// `None` where it has not come back.
+    read: Option<Result<Read, Unreadable>>,
+    /// It took longer than anybody waits.
+    is_late: bool,
+    /// It has not come back for so long, ns.
+    out_ns: u64,
+}
+
 /// A container while it is looked at.
 struct Scene<'a> {
     target: &'a Target,
+    /// `None` also where what is known of it is from a former look.
     file: Option<UsageFile>,
+    /// `None` also where it took so long to read it that its slots may be others' by now.
     ours: Option<Ours>,
     /// What is left for the locks of the file.
     allowance: Allowance,
@@ -206,6 +245,8 @@ pub struct Engine {
     cgroups: Cgroups,
     kept: BTreeMap<Key, Kept>,
     reapers: Reapers,
+    readers: Hands<Result<Read, Unreadable>>,
+    writers: Hands<Written>,
     /// Cards in the order in which they were first seen, and the memory of each in bytes: what a card has does not change
     /// when the driver does not answer.
     cards: Vec<(String, u64)>,
@@ -216,8 +257,17 @@ impl Engine {
     /// One that knows nothing yet.
     #[must_use]
     pub fn new(places: Places, rules: Rules, cgroups: Cgroups) -> Self {
-        let reapers = Reapers::new(&places.program);
-        Self { places, rules, cgroups, kept: BTreeMap::new(), reapers, cards: Vec::new(), looked_ns: 0 }
+        Self {
+            reapers: Reapers::new(&places.program),
+            readers: Hands::new(rules.patience),
+            writers: Hands::new(rules.patience),
+            places,
+            rules,
+            cgroups,
+            kept: BTreeMap::new(),
+            cards: Vec::new(),
+            looked_ns: 0,
+        }
     }
 
     /// Names of the containers' folders that there are.
@@ -230,12 +280,13 @@ impl Engine {
     /// Whether nothing that an earlier look started still runs, as of the last look.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.reapers.is_idle()
+        self.reapers.is_idle() && self.readers.is_idle() && self.writers.is_idle()
     }
 
     /// Looks at `targets` with what the driver told, `None` where it did not answer.
     pub fn look(&mut self, now: Now, targets: &[Target], sample: Option<&Sample>) -> Looked {
-        let elapsed_ns = if self.looked_ns == 0 { 0 } else { now.mono_ns.saturating_sub(self.looked_ns) };
+        let at_start = self.looked_ns == 0;
+        let elapsed_ns = if at_start { 0 } else { now.mono_ns.saturating_sub(self.looked_ns) };
         self.looked_ns = now.mono_ns;
         let cards: BTreeMap<&str, &CardSample> =
             sample.iter().flat_map(|s| &s.cards).map(|c| (c.uuid.as_str(), c)).collect();
@@ -250,16 +301,15 @@ impl Engine {
         self.end(targets, &mut looked);
         self.reapers.bury(now.mono_ns);
 
-        // First of all, so that no container's sign of life depends on how long another's files keep the agent busy.
-        for granted in targets.iter().filter_map(|target| target.grant.as_ref()) {
-            act::tend(&self.places.pages.join(&granted.page), now.mono_ns);
-        }
-
-        let folder = Folder::open(&self.places.containers);
+        let live: BTreeSet<Key> = targets.iter().map(Target::key).collect();
+        self.readers.begin(|key| live.contains(key));
+        self.writers.begin(|key| live.contains(key));
+        let folder = Folder::open(&self.places.containers).ok().map(Arc::new);
         let mut scenes: Vec<Scene<'_>> = Vec::with_capacity(targets.len());
         for target in targets {
-            let mut kept = self.kept.remove(&target.key()).unwrap_or_default();
-            scenes.push(self.read(now, target, &mut kept, folder.as_ref().ok(), &cards, &mut looked.rows));
+            let mut kept = self.kept.remove(&target.key()).unwrap_or_else(|| Kept::new(at_start));
+            let found = self.find(now, target, &kept, folder.as_ref());
+            scenes.push(self.read(now, target, &mut kept, found, &cards, &mut looked.rows));
             self.kept.insert(target.key(), kept);
         }
         let tasks: Vec<Task> = scenes.iter().map(|scene| self.task(now, scene)).collect();
@@ -284,6 +334,7 @@ impl Engine {
             lists.collect::<Option<Vec<_>>>().map(|l| l.into_iter().flatten().map(|p| p.pid).collect())
         });
         looked.snapshot.unix_ns = now.unix_ns;
+        looked.snapshot.known = self.cards.iter().map(|(uuid, _)| uuid.clone()).collect();
         looked.snapshot.cards = sample.iter().flat_map(|s| &s.cards).map(Card::of).collect();
         looked
     }
@@ -307,54 +358,85 @@ impl Engine {
         self.cards.iter().find(|(uuid, _)| uuid == card).map(|(_, bytes)| *bytes).filter(|bytes| *bytes > 0)
     }
 
-    /// Reads everything about one container.
+    /// Reads a container's file.
+    fn find(&mut self, now: Now, target: &Target, kept: &Kept, folder: Option<&Arc<Folder>>) -> Found {
+        let key = target.key();
+        match self.readers.late(&key, now.mono_ns) {
+            Some(Late::Came(read)) => return Found { read: Some(read), is_late: true, out_ns: 0 },
+            Some(Late::Out(out_ns)) => return Found { read: None, is_late: true, out_ns },
+            None => {}
+        }
+        let Some(folder) = folder else {
+            return Found { read: Some(Err(Unreadable::Missing)), is_late: false, out_ns: 0 };
+        };
+        let reading = FileReading {
+            folder: Arc::clone(folder),
+            name: target.folder(),
+            cards: target.grant.as_ref().map(|granted| granted.limits.len()),
+            locked: (now.mono_ns < kept.locked_ns).then_some(kept.inode),
+            allowance: Allowance::new(self.rules.locks),
+        };
+        let read = self.readers.work(&key, now.mono_ns, || reading.run());
+        Found { is_late: read.is_none(), read, out_ns: 0 }
+    }
+
+    /// Takes in everything about one container.
     fn read<'a>(
         &self,
         now: Now,
         target: &'a Target,
         kept: &mut Kept,
-        folder: Option<&Folder>,
+        found: Found,
         cards: &BTreeMap<&str, &CardSample>,
         rows: &mut Vec<AuditEvent>,
     ) -> Scene<'a> {
-        let file = open(target, folder);
-        let (file, problem) = match file {
-            Ok(file) => (Some(file), None),
-            Err(problem) => (None, Some(problem)),
+        let (file, content, allowance) = match found.read {
+            Some(Ok(Read { file, content, allowance })) => (Some(file), Some(content), allowance),
+            Some(Err(problem)) => (None, Some(Err(problem)), Allowance::new(self.rules.locks)),
+            None => (None, None, Allowance::new(self.rules.locks)),
         };
         if let Some(file) = &file
             && file.inode() != kept.inode
         {
             // Another file is another start of the container: nothing of what was counted goes on.
-            let (counted_ns, seen_at_work) = (kept.counted_ns, kept.seen_at_work);
+            let (counted_ns, seen_at_work, unsure) = (kept.counted_ns, kept.seen_at_work, kept.unsure);
             let suspicion = std::mem::take(&mut kept.suspicion);
             let damage = std::mem::take(&mut kept.damage);
             if let (Some(granted), Some(over)) = (&target.grant, kept.minute.close()) {
                 rows.push(minute_row(target, granted, over));
             }
+            // The first file that is seen may have been there before.
+            let is_first = kept.inode == (0, 0);
+            let minute = if is_first { std::mem::take(&mut kept.minute) } else { Minute::default() };
             let inode = file.inode();
-            *kept = Kept { inode, suspicion, damage, seen_at_work, counted_ns, ..Kept::default() };
+            *kept = Kept {
+                inode,
+                suspicion,
+                damage,
+                unsure,
+                seen_at_work,
+                minute,
+                counted_ns,
+                ..Kept::default()
+            };
         }
         kept.target = Some(target.clone());
         kept.granted.clone_from(&target.grant);
         let memory = |card: &str| self.memory(card);
         let mut ours = None;
-        let mut allowance = Allowance::new(self.rules.locks);
-        let usage = match (&file, problem) {
-            (None, problem) => Err(problem.unwrap_or(Unreadable::Missing)),
-            (Some(_), _) if now.mono_ns < kept.locked_ns => Err(Unreadable::Locked),
-            (Some(file), _) => match &target.grant {
-                Some(granted) => file.ours(granted.limits.len(), &mut allowance).map(|read| {
-                    let usage = of_ours(&read, &granted.limits, memory);
-                    ours = Some(read);
-                    usage
-                }),
-                None => file
-                    .layout()
-                    .and_then(|layout| file.foreign(layout))
-                    .map(|read| of_foreign(&read, memory)),
-            },
+        let limits = target.grant.as_ref().map_or(&[][..], |granted| &granted.limits);
+        let usage = match content {
+            Some(Ok(Content::Ours(read))) => {
+                let usage = of_ours(&read, limits, memory);
+                ours = Some(*read).filter(|_| !found.is_late);
+                Ok(usage)
+            }
+            Some(Ok(Content::Foreign(read))) => Ok(of_foreign(&read, memory)),
+            Some(Err(problem)) => Err(problem),
+            None if found.out_ns >= HELD_NS => Err(Unreadable::Held { long: true }),
+            None => kept.last.take().ok_or(Unreadable::Held { long: false }),
         };
+        kept.last = usage.as_ref().ok().cloned();
         let known = self.processes(now, target, kept);
         kept.processes = known.clone().unwrap_or_default();
         let names: Vec<String> = match (&target.grant, &usage) {
@@ -417,7 +499,7 @@ impl Engine {
         let has = |m: &&Measured| scene.target.grant.is_some() || m.processes > 0;
         let cards =
             scene.measured.iter().filter(has).filter_map(|m| bit(&m.card)).fold(0, |all, bit| all | bit);
-        let activity = match (&scene.usage, &scene.ours) {
+        let activity = match (&scene.usage, &scene.target.grant) {
             // Who waits for the bucket launches as soon as it may; and who launched since the last look did, however long ago
             // that was.
             (Ok(usage), Some(_)) => {
@@ -436,7 +518,7 @@ impl Engine {
         // HAMi's webhook turned a wish into a variable of its own making, which its library left in the file. In ours,
         // which a tenant can write, nobody looks for it.
         let wishes = scene.target.wishes;
-        let priority = match (&scene.usage, &scene.ours) {
+        let priority = match (&scene.usage, &scene.target.grant) {
             (Ok(usage), None) => usage.priority,
             _ => wishes.priority,
         };
@@ -455,14 +537,6 @@ impl Engine {
             before.counted.is_some_and(|before| counter(&Counted::of(now)) > counter(&before))
         })
     }
-}
-
-fn open(target: &Target, folder: Option<&Folder>) -> Result<UsageFile, Unreadable> {
-    let folder = folder.ok_or(Unreadable::Missing)?;
-    if target.grant.is_some() {
-        return folder.usage_file(&PathBuf::from(target.folder()).join(USAGE_FILE));
-    }
-    folder.foreign_file(&target.folder())
 }
 
 /// Age of a container's last launch; `None` where it never launched, or where what it says is no time.

@@ -55,7 +55,8 @@ impl std::fmt::Display for Bypass {
             f,
             "{processes} {hold} {} MiB of card {} by the driver's word, with a limit of {} MiB and {} MiB \
              accounted for; {} MiB can be explained. A process runs without the library (LD_PRELOAD or \
-             /etc/ld.so.preload changed, another library before it, a static program): see the container's processes",
+             /etc/ld.so.preload changed, another library before it, a static program), or the container's usage file \
+             was changed or tells nothing: see the container's processes",
             by_driver >> 20,
             self.card,
             limit >> 20,
@@ -99,6 +100,12 @@ impl Suspicion {
         }
         *self = Self { against: 0, bypass: seen };
         true
+    }
+
+    /// Whether the last look agrees with what is thought.
+    #[must_use]
+    pub const fn is_sure(&self) -> bool {
+        self.against == 0
     }
 }
 

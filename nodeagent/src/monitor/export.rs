@@ -8,6 +8,7 @@
 mod hami;
 mod ours;
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use prometheus_client::collector::Collector;
@@ -66,11 +67,13 @@ impl<'a> Slice<'a> {
                     push(place, &limit.card, limit.memory, cores);
                 }
             } else if let Some(usage) = usage {
-                // A tenant's word: names of cards that the node does not have would be series without end.
-                let known =
-                    |uuid: &str| snapshot.cards.is_empty() || snapshot.cards.iter().any(|c| c.uuid == uuid);
-                for (place, card) in usage.cards.iter().enumerate().filter(|(_, c)| known(&c.card)) {
-                    push(place, &card.card, card.limit, card.cores);
+                // A tenant's word: names of cards that the node does not have would be series without end, and a name that
+                // stands twice would be a series twice, for which a scrape is refused as a whole.
+                let mut left: BTreeSet<&str> = snapshot.known.iter().map(String::as_str).collect();
+                for (place, card) in usage.cards.iter().enumerate() {
+                    if left.remove(card.card.as_str()) {
+                        push(place, &card.card, card.limit, card.cores);
+                    }
                 }
             }
         }

@@ -8,10 +8,11 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use mullion_region::extension::{self, Hot, Slot};
-use mullion_region::hami::{self, Header, Layout, Process, Write};
+use mullion_region::hami::{self, Header, Layout, Process};
 use mullion_region::usage::{EXTENSION_AT, FILE_LEN, SLOTS};
 use nix::fcntl::{FcntlArg, OFlag, OpenHow, ResolveFlag, fcntl, openat2};
 use nix::libc;
@@ -44,6 +45,19 @@ pub enum Unreadable {
         "so many locks lie on the usage file that it takes too long to look at them: its tenant put them there"
     )]
     Locked,
+    /// Its owner holds a lease on it.
+    #[error(
+        "a process holds a lease on the usage file (F_SETLEASE), which keeps others from opening it: end that process"
+    )]
+    Leased,
+    /// Reading it takes long.
+    #[error(
+        "others are kept from the usage file: a process of its tenant writes to it without end; end that process"
+    )]
+    Held {
+        /// So long that it is no accident.
+        long: bool,
+    },
     /// The system refuses.
     #[error("the usage file cannot be read: see the node's log of its disk")]
     Io {
@@ -68,6 +82,8 @@ impl Unreadable {
             Self::NotPlain { .. } => "UsageNotPlain",
             Self::Ambiguous => "UsageAmbiguous",
             Self::Locked => "UsageLocked",
+            Self::Leased => "UsageLeased",
+            Self::Held { .. } => "UsageHeld",
             Self::Io { .. } => "UsageUnreadable",
             Self::Content { source } => source.code(),
         }
@@ -85,6 +101,8 @@ impl From<io::Error> for Unreadable {
         match source.raw_os_error() {
             Some(libc::ENOENT | libc::ENOTDIR) => Self::Missing,
             Some(libc::ELOOP) => Self::Link,
+            // Nothing else here answers so: opened without waiting, a file has a lease on it.
+            Some(libc::EAGAIN) => Self::Leased,
             _ => Self::Io { source },
         }
     }
@@ -238,6 +256,64 @@ pub struct Alive {
     pub cards: Vec<Slot>,
 }
 
+/// What is in a usage file.
+#[derive(Debug)]
+pub enum Content {
+    /// One of ours.
+    Ours(Box<Ours>),
+    /// One of HAMi's library.
+    Foreign(Box<Foreign>),
+}
+
+/// Which file to read, a job that its tenant can hold up.
+#[derive(Debug)]
+pub struct Reading {
+    /// The folder of all containers' folders.
+    pub folder: Arc<Folder>,
+    /// The container's.
+    pub name: String,
+    /// Cards of a container of ours; `None` for one of HAMi's.
+    pub cards: Option<usize>,
+    /// A file that is left alone for the locks on it.
+    pub locked: Option<(u64, u64)>,
+    /// What may be spent on its locks.
+    pub allowance: Allowance,
+}
+
+/// A file that was found.
+#[derive(Debug)]
+pub struct Read {
+    /// It, open.
+    pub file: UsageFile,
+    /// What is in it.
+    pub content: Result<Content, Unreadable>,
+    /// What is left for its locks.
+    pub allowance: Allowance,
+}
+
+impl Reading {
+    /// Reads.
+    ///
+    /// # Errors
+    /// [`Unreadable`] where there is no file to open.
+    pub fn run(self) -> Result<Read, Unreadable> {
+        let Self { folder, name, cards, locked, mut allowance } = self;
+        let file = match cards {
+            Some(_) => folder.usage_file(&PathBuf::from(name).join(USAGE_FILE))?,
+            None => folder.foreign_file(&name)?,
+        };
+        let content = match cards {
+            _ if locked == Some(file.inode) => Err(Unreadable::Locked),
+            Some(cards) => file.ours(cards, &mut allowance).map(|ours| Content::Ours(Box::new(ours))),
+            None => file
+                .layout()
+                .and_then(|layout| file.foreign(layout))
+                .map(|foreign| Content::Foreign(Box::new(foreign))),
+        };
+        Ok(Read { file, content, allowance })
+    }
+}
+
 /// What a file of HAMi's library says.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Foreign {
@@ -378,11 +454,11 @@ impl UsageFile {
 
     fn free_held(&self, slot: usize, cards: usize) -> io::Result<()> {
         let Some((status, pids)) = Layout::V1_2.free(slot) else { return Ok(()) };
-        self.put(&status)?;
-        self.put(&pids)?;
+        self.put(status.offset, &status.bytes)?;
+        self.put(pids.offset, &pids.bytes)?;
         for card in 0..cards {
             if let Some(used) = Layout::V1_2.used(slot, card, &hami::Used::default()) {
-                self.put(&used)?;
+                self.put(used.offset, &used.bytes)?;
             }
         }
         Ok(())
@@ -392,12 +468,12 @@ impl UsageFile {
     ///
     /// # Errors
     /// The system's word.
-    pub fn put<const N: usize>(&self, write: &Write<N>) -> io::Result<()> {
-        let end = write.offset.saturating_add(N as u64);
+    pub fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let end = offset.saturating_add(bytes.len() as u64);
         if end > self.length || end > FILE_LEN as u64 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        self.file.write_all_at(&write.bytes, write.offset)
+        self.file.write_all_at(bytes, offset)
     }
 
     /// As much of `buffer` as the file has at `offset`.

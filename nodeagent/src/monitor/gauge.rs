@@ -51,6 +51,10 @@ impl Gauge {
         let mut busy_now = false;
         for sample in busy.iter().filter(|b| processes.has(b.pid)) {
             let at_ns = sample.at_us.saturating_mul(1000);
+            if at_ns > now.unix_ns.saturating_add(MAX_WINDOW_NS) {
+                // Of before the clock was set back: a driver tells it again for as long as it has room for it.
+                continue;
+            }
             self.meter.push(sample.pid, at_ns, sample.sm.min(100));
             let fresh = now.unix_ns.saturating_sub(at_ns) <= MAX_WINDOW_NS;
             busy_now |= fresh && sample.sm >= BUSY_PERCENT;
@@ -111,6 +115,33 @@ mod tests {
             let idle = usize::try_from(busy_for).unwrap_or(0) + 4;
             assert!(shown.iter().skip(idle).all(|shown| *shown == Some(0)), "{busy_for} s: {shown:?}");
         }
+    }
+
+    /// What the driver told before says nothing any more, also where it tells it again.
+    #[test]
+    fn a_clock_that_is_set_back_is_no_end_of_measuring() {
+        let processes = Processes { inside: [(4711, 1)].into() };
+        let mut gauge = Gauge::default();
+        let mut told = Vec::new();
+        let mut look = |second: u64, sm: u32| {
+            told.push(Busy { pid: 4711, at_us: second * 1_000_000, sm });
+            let sample = CardSample {
+                processes: Some(vec![ProcessMemory { pid: 4711, bytes: Some(1 << 20) }]),
+                busy: Some(told.clone()),
+                ..CardSample::default()
+            };
+            let now = Now { unix_ns: second * 1_000_000_000 + 1, mono_ns: 1 };
+            gauge.measure(now, "GPU-a".into(), Some(&sample), Some(&processes))
+        };
+        for second in 8000..8010 {
+            look(second, 90);
+        }
+        let readings: Vec<_> = (4400..4412).map(|second| look(second, 20)).collect();
+        let (shown, reading, busy) = &readings[readings.len() - 1];
+        assert!(shown.per_mille.is_some_and(|shown| (195..=215).contains(&shown)), "{shown:?}");
+        assert!(!busy && shown.sm_by_process[&4711] == (4411 * 1_000_000_000, 20), "{shown:?}");
+        let judged = readings.iter().filter(|(_, reading, _)| matches!(reading, Reading::Present { .. }));
+        assert!(judged.count() >= 3 && *reading != Reading::Absent);
     }
 
     /// With windows of 1/6 s many processes have many samples, and none is left out.

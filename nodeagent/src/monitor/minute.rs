@@ -26,9 +26,18 @@ pub struct Minute {
     /// Number of the minute since 1970.
     number: u64,
     cards: Vec<Card>,
+    /// What was counted before the first look was counted by a former run of the agent.
+    resumes: bool,
 }
 
 impl Minute {
+    /// For a container that was there before the agent: usage files are made by an agent that runs, so what the file says at
+    /// the first look was counted already, but for the time that no agent ran.
+    #[must_use]
+    pub fn resuming() -> Self {
+        Self { resumes: true, ..Self::default() }
+    }
+
     /// Takes in a look; answers with the cards of the minute that is over, if anything happened in it. `busy` is what the
     /// driver measured, in 1/1000, `None` where it did not.
     pub fn look(
@@ -43,9 +52,10 @@ impl Minute {
         self.cards.resize_with(cards.len(), Card::default);
         for ((kept, now), busy) in self.cards.iter_mut().zip(cards).zip(busy) {
             if kept.start.is_none() {
-                // What was counted before the first look is this minute's, too: the file is as old as the container, and
-                // after a restart of the agent saying it twice is better than never.
-                kept.start = Some(CardUsage::default());
+                // Else what was counted before the first look is this minute's, too: the file is as old as the container.
+                let start = if self.resumes { now.clone() } else { CardUsage::default() };
+                kept.last = start.clone();
+                kept.start = Some(start);
             }
             // Another process's peak within the minute stands in the library's own; a former minute's does, too.
             let peak = if now.peak > kept.last.peak { now.peak } else { 0 };
@@ -86,7 +96,7 @@ impl Minute {
                 last_launch: seconds(now.last_launch_ns),
             };
             happened |= launched
-                || row.limit_hits + row.card_full + row.launch_waits > 0
+                || [row.limit_hits, row.card_full, row.launch_waits].iter().any(|count| *count > 0)
                 || now.used != start.used
                 || kept.most > now.used
                 || row.mean_utilization.is_some_and(|m| m > 0);
@@ -139,6 +149,26 @@ mod tests {
         assert_eq!(at(200, &usage(0, 0, 0), None), None);
         let (_, cards) = at(241, &usage(0, 0, 0), None).unwrap();
         assert_eq!((cards[0].limit_hits, cards[0].last_launch, cards[0].mean_utilization), (0, None, None));
+    }
+
+    #[test]
+    fn what_a_former_run_of_the_agent_counted_is_not_counted_again() {
+        let mut minute = Minute::resuming();
+        assert_eq!(minute.look(61 * NS, &usage(100, 1000, 50), &[None]), None);
+        assert_eq!(minute.look(121 * NS, &usage(100, 1000, 50), &[None]), None, "nothing happened");
+        assert_eq!(minute.look(122 * NS, &usage(100, 1007, 122), &[None]), None);
+        let (_, cards) = minute.close().unwrap();
+        assert_eq!((cards[0].limit_hits, cards[0].last_launch), (7, Some(122)));
+    }
+
+    /// A tenant writes what he likes into the file.
+    #[test]
+    fn counts_of_any_size_are_a_row() {
+        let mut minute = Minute::default();
+        let mut cards = usage(1, u64::MAX, 60);
+        (cards[0].card_full, cards[0].waits) = (u64::MAX, u64::MAX);
+        assert_eq!(minute.look(61 * NS, &cards, &[None]), None);
+        assert_eq!(minute.close().unwrap().1[0].limit_hits, u64::MAX);
     }
 
     #[test]

@@ -2,18 +2,22 @@
 //! steers the pace of their launches, finds memory that no account explains, and keeps the figures that are scraped.
 //!
 //! [`target`] says whom to look after, [`files`], [`processes`], [`page`] and [`reap`] touch the outside, [`usage`], [`gauge`],
-//! [`escape`], [`damage`] and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. This file is the shell
-//! around it: when to look, and whom to tell.
+//! [`escape`], [`damage`] and [`minute`] decide, [`engine`] puts one look together, [`export`] shows the last one. [`hands`] do what
+//! a tenant can hold up, [`heart`] tells containers that somebody looks after them, [`bounds`] keeps their files short. This file is the
+//! shell around it: when to look, and whom to tell.
 //!
 //! A usage file is the tenant's. What it says is believed as far as it can be true, about its own container and about no
 //! other: limits are the allocation's, processes the kernel's, and the driver's figures stand beside the file's.
 
+pub mod bounds;
 pub mod damage;
 pub mod engine;
 pub mod escape;
 pub mod export;
 pub mod files;
 pub mod gauge;
+pub mod hands;
+pub mod heart;
 pub mod minute;
 pub mod mirror;
 pub mod page;
@@ -25,7 +29,7 @@ pub mod target;
 pub mod usage;
 mod wake;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -47,6 +51,7 @@ use crate::nvml::DriverHandle;
 use crate::nvml::sample::Sample;
 use crate::world::Shared;
 use engine::{Engine, Looked, Now, Places, Rules};
+use heart::Heart;
 use snapshot::Snapshot;
 
 /// Time between two looks.
@@ -59,6 +64,9 @@ const LOCKS: Duration = Duration::from_millis(100);
 
 /// How long a look waits for the driver.
 const PATIENCE: Duration = Duration::from_millis(600);
+
+/// How long a look waits for files that tenants hold up.
+const PATIENCE_WITH_FILES: Duration = Duration::from_millis(400);
 
 /// A question to the driver that is not answered yet.
 type Asked = tokio::task::JoinHandle<Result<Sample, Error>>;
@@ -108,6 +116,11 @@ impl Monitor {
     /// # Errors
     /// [`Error::Broken`] when a look panicked.
     pub async fn run(self) -> Result<(), Error> {
+        let heart = Heart::new(self.settings.pages_dir(), Arc::clone(&self.shared));
+        tokio::try_join!(self.look(&heart), heart.beat()).map(|_| ())
+    }
+
+    async fn look(&self, heart: &Heart) -> Result<(), Error> {
         let mut engine = Some(engine(&self.settings));
         let mut ticks = interval_at(Instant::now(), PERIOD);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -138,6 +151,7 @@ impl Monitor {
             });
             let (looking, looked) = looked.await.map_err(|source| Error::Broken { source })?;
             engine = Some(looking);
+            heart.looked(now().mono_ns);
             self.tell(looked);
         }
     }
@@ -155,7 +169,8 @@ impl Monitor {
         Some(answer.unwrap_or_else(|source| Err(Error::Broken { source })))
     }
 
-    fn tell(&self, looked: Looked) {
+    /// Tells of what a look brought: the log, the pods' Events, whoever writes status, and whoever scrapes.
+    pub fn tell(&self, looked: Looked) {
         let Looked { snapshot, verdicts, turns, file_turns, rows, on_cards, listed } = looked;
         self.latest.set(snapshot);
         for row in rows {
@@ -207,20 +222,14 @@ impl Monitor {
 /// The engine of a node with these settings.
 #[must_use]
 pub fn engine(settings: &Settings) -> Engine {
-    engine_with(settings, Path::new("/proc/self/exe"))
-}
-
-/// The same, where this process is not the agent's `program`.
-#[must_use]
-pub fn engine_with(settings: &Settings, program: &Path) -> Engine {
     let places = Places {
         containers: settings.containers_dir(),
         pages: settings.pages_dir(),
         proc: PathBuf::from("/proc"),
-        program: program.to_owned(),
+        program: PathBuf::from("/proc/self/exe"),
     };
     let policy = if settings.container.disable_core_limit { Policy::Disable } else { Policy::Default };
-    let rules = Rules { policy, margin: escape::MARGIN, locks: LOCKS };
+    let rules = Rules { policy, margin: escape::MARGIN, locks: LOCKS, patience: PATIENCE_WITH_FILES };
     Engine::new(places, rules, Cgroups::new(settings.cgroup_mount.clone(), &settings.cgroup_root))
 }
 

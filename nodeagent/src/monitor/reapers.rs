@@ -16,13 +16,17 @@ const MOST: usize = 4;
 /// How long a container is left alone after a reaper of its file failed: its tenant cut the file.
 const PAUSE_NS: u64 = 60_000_000_000;
 
+/// How long one may take: the kernel goes through all locks on a file for each slot, and a tenant can put down any number.
+const LONGEST_NS: u64 = 5_000_000_000;
+
 /// Starts them, and buries them.
 #[derive(Debug)]
 pub struct Reapers {
     program: PathBuf,
-    running: BTreeMap<Key, Child>,
     /// Until when a container is left alone, `CLOCK_MONOTONIC` in ns.
     paused: BTreeMap<Key, u64>,
+    /// Those that run, and since when, by the same clock.
+    running: BTreeMap<Key, (Child, u64)>,
     /// When one was last started for a container, by the same clock.
     started: BTreeMap<Key, u64>,
 }
@@ -39,13 +43,19 @@ impl Reapers {
         }
     }
 
-    /// Looks for those that have ended.
+    /// Looks for those that have ended, and ends those that take too long.
     pub fn bury(&mut self, now_ns: u64) {
         self.paused.retain(|_, until| *until > now_ns);
         self.started.retain(|_, at| now_ns.saturating_sub(*at) < PAUSE_NS);
         let (running, paused) = (&mut self.running, &mut self.paused);
-        running.retain(|key, child| match child.try_wait() {
-            Ok(None) => true,
+        running.retain(|key, (child, since_ns)| match child.try_wait() {
+            Ok(None) => {
+                if now_ns.saturating_sub(*since_ns) > LONGEST_NS {
+                    // It is buried at the next look.
+                    let _ = child.kill();
+                }
+                true
+            }
             Ok(Some(status)) if status.success() => false,
             ended => {
                 // SIGBUS among others: what it is for.
@@ -89,7 +99,7 @@ impl Reapers {
         match started {
             Ok(child) => {
                 self.started.insert(key.clone(), now_ns);
-                self.running.insert(key.clone(), child);
+                self.running.insert(key.clone(), (child, now_ns));
             }
             Err(error) => {
                 warn!(program = ?self.program, %error, "no reaper");
@@ -101,8 +111,9 @@ impl Reapers {
 
 impl Drop for Reapers {
     fn drop(&mut self) {
-        for child in self.running.values_mut() {
-            // It ends by itself within a moment; nobody is left to bury it otherwise.
+        for (child, _) in self.running.values_mut() {
+            // What it leaves undone, the next agent's does. Nobody is left to bury it otherwise.
+            let _ = child.kill();
             let _ = child.wait();
         }
     }
@@ -111,6 +122,32 @@ impl Drop for Reapers {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As with a million locks on the file: it would keep others from their places for ever.
+    #[test]
+    fn whoever_takes_too_long_is_ended_and_left_alone() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("slow");
+        std::fs::write(&program, "#!/bin/sh\nexec sleep 600\n").unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut reapers = Reapers::new(&program);
+        let key = ("pod".to_owned(), "main".to_owned());
+        let begin = |reapers: &mut Reapers, now_ns| {
+            reapers.start_all(vec![(key.clone(), File::open("/dev/null"))], now_ns);
+            !reapers.is_idle()
+        };
+        assert!(begin(&mut reapers, 1));
+        reapers.bury(LONGEST_NS);
+        assert!(!reapers.is_idle());
+        let late = LONGEST_NS + 2;
+        while !reapers.is_idle() {
+            reapers.bury(late);
+        }
+        assert!(!begin(&mut reapers, late), "it would take as long again");
+        reapers.bury(late + PAUSE_NS);
+        assert!(begin(&mut reapers, late + PAUSE_NS));
+    }
 
     /// Tenants can make their files always look as if somebody had died.
     #[test]

@@ -14,6 +14,8 @@ pub struct Snapshot {
     pub unix_ns: u64,
     /// The node's cards, as far as the driver told.
     pub cards: Vec<Card>,
+    /// Uuids of all cards that the driver ever told of.
+    pub known: BTreeSet<String>,
     /// Containers with a slice, those of HAMi among them.
     pub containers: Vec<Container>,
 }

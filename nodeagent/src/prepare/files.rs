@@ -3,11 +3,13 @@
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use mullion_region::usage;
 use nix::fcntl::{OFlag, posix_fallocate};
+use nix::unistd::truncate;
 
 use crate::error::Error;
 
@@ -74,25 +76,50 @@ pub fn usage_file(container: &Path, image: &usage::Image) -> Result<PathBuf, Err
     Ok(path)
 }
 
-/// Cuts a usage file that its tenant made longer, which fills a disk that nobody charges to him, back to its length.
-/// Returns how long it was; `None` for one that is as it should be, or gone.
+/// What a usage file may take of the disk beyond its length: what the file system needs to find its blocks.
+const SLACK: u64 = 1 << 20;
+
+/// How many bytes a usage file has, or takes of the disk that nobody charges to its tenant, beyond what it was made with:
+/// blocks can be had without a length (`FALLOC_FL_KEEP_SIZE`). `None` for one that is as it should be, or gone.
 ///
 /// # Errors
 /// [`Error::File`].
-pub fn cut_usage_file(container: &Path) -> Result<Option<u64>, Error> {
+pub fn oversize(container: &Path) -> Result<Option<u64>, Error> {
     let path = container.join(USAGE_FILE);
-    let cut = || -> io::Result<Option<u64>> {
-        let whole = usage::FILE_LEN as u64;
-        let length = fs::symlink_metadata(&path)?.len();
-        if length <= whole {
-            return Ok(None);
+    let whole = usage::FILE_LEN as u64;
+    match fs::symlink_metadata(&path) {
+        Ok(meta) => {
+            let taken = meta.blocks().saturating_mul(512);
+            let is_over = meta.len() > whole || taken > whole.saturating_add(SLACK);
+            Ok(is_over.then(|| taken.max(meta.len())))
         }
-        let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-        OpenOptions::new().write(true).custom_flags(flags).open(&path)?.set_len(whole)?;
-        Ok(Some(length))
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::file("measure", &path)(e)),
+    }
+}
+
+/// Cuts a usage file that is too large back to its length, and takes the blocks beyond it away. A tenant can hold this up:
+/// it waits for the end of a write, and of a lease, for which the kernel gives 45 s. Whoever takes leases anew cannot keep
+/// it out, as `truncate` asks for the right to write first.
+///
+/// # Errors
+/// [`Error::File`].
+pub fn cut_usage_file(container: &Path) -> Result<(), Error> {
+    let path = container.join(USAGE_FILE);
+    let cut = || -> io::Result<()> {
+        let flags = (OFlag::O_PATH | OFlag::O_NOFOLLOW).bits();
+        let found = OpenOptions::new().read(true).custom_flags(flags).open(&path)?;
+        let meta = found.metadata()?;
+        if !meta.is_file() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // A shorter one is not made longer.
+        let length = meta.len().min(usage::FILE_LEN as u64);
+        let way = format!("/proc/self/fd/{}", found.as_raw_fd());
+        Ok(truncate(way.as_str(), i64::try_from(length).unwrap_or(i64::MAX))?)
     };
     match cut() {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         result => result.map_err(Error::file("cut", &path)),
     }
 }
@@ -152,7 +179,7 @@ pub fn is_plain(name: &str) -> bool {
 mod tests {
     use super::*;
     use mullion_region::Devices;
-    use std::os::unix::fs::MetadataExt;
+    use nix::fcntl::{FallocateFlags, fallocate};
 
     #[test]
     fn a_usage_file_is_a_new_inode_every_time_and_writable_to_all_while_its_folder_is_not() {
@@ -180,18 +207,31 @@ mod tests {
     fn a_usage_file_that_its_tenant_made_longer_is_cut_back_and_keeps_what_is_in_it() {
         let root = tempfile::tempdir().unwrap();
         let container = root.path().join("p_c");
-        assert_eq!(cut_usage_file(&container).unwrap(), None, "gone");
+        assert_eq!(oversize(&container).unwrap(), None, "gone");
+        cut_usage_file(&container).unwrap();
         let image = usage::image(&usage::UsageSpec { devices: Devices::new(), priority: 1 });
         let path = usage_file(&container, &image).unwrap();
         let before = fs::read(&path).unwrap();
-        assert_eq!(cut_usage_file(&container).unwrap(), None, "as it was made");
+        assert_eq!(oversize(&container).unwrap(), None, "as it was made");
         let tenant = OpenOptions::new().write(true).open(&path).unwrap();
         let far = usage::FILE_LEN as u64 + (1 << 20);
         tenant.write_all_at(b"x", far).unwrap();
-        assert_eq!(cut_usage_file(&container).unwrap(), Some(far + 1));
-        assert_eq!(fs::read(&path).unwrap(), before);
-        tenant.set_len(7).unwrap();
-        assert_eq!(cut_usage_file(&container).unwrap(), None, "a shorter one takes nothing from anybody");
+        assert_eq!(oversize(&container).unwrap(), Some(far + 1));
+        cut_usage_file(&container).unwrap();
+        assert_eq!((fs::read(&path).unwrap(), oversize(&container).unwrap()), (before.clone(), None));
+        // Blocks beyond the end of a file that is as long as ever, and of one that is shorter.
+        for length in [before.len(), 7] {
+            tenant.set_len(length as u64).unwrap();
+            assert_eq!(oversize(&container).unwrap(), None, "no more than it was given");
+            fallocate(&tenant, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, 64 << 20).unwrap();
+            assert!(oversize(&container).unwrap().is_some_and(|bytes| bytes >= 64 << 20));
+            cut_usage_file(&container).unwrap();
+            assert_eq!(oversize(&container).unwrap(), None);
+            assert_eq!(fs::read(&path).unwrap(), before[..length]);
+        }
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+        assert_eq!(cut_usage_file(&container).unwrap_err().code(), "FileFailed", "nothing else is cut");
     }
 
     #[test]

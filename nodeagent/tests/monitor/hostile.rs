@@ -220,7 +220,7 @@ fn a_lease_stops_nobody() {
     let looked = node.look(None);
     // The kernel takes a lease back after 45 s (`/proc/sys/fs/lease-break-time`).
     assert!(from.elapsed() < std::time::Duration::from_secs(20), "{:?}", from.elapsed());
-    assert!(container(&looked.snapshot, "lessee", "main").usage.is_err());
+    assert_eq!(container(&looked.snapshot, "lessee", "main").usage, Err("UsageLeased"));
     assert!(container(&looked.snapshot, "neighbour", "main").usage.is_ok());
 }
 
@@ -251,9 +251,7 @@ fn whoever_puts_down_too_many_locks_is_left_alone() {
     assert_eq!((container.as_str(), code.as_str()), ("main", "UsageLocked"));
     let text = second.file_turns[0].fault.as_ref().unwrap().to_string();
     assert!(text.contains("so many locks") && !text.contains("cuInit"), "{text}");
-    for pod in ["bad", "good"] {
-        assert_eq!(node.page(pod, "main").heartbeat_ns, 100 * S + node.passed, "{pod}: a sign of life");
-    }
+    assert_eq!(node.page("good", "main").heartbeat_ns, 100 * S + node.passed);
     // Not even asked again within the minute.
     bad.kill();
     for passed in [20, 20, 15] {

@@ -95,6 +95,7 @@ fn what_dead_processes_held_is_not_counted_any_more() {
 fn a_container_that_starts_again_is_another_one() {
     let mut node = Node::new();
     node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    node.look(None);
     let file = node.usage("p", "main");
     file.launch(node.unix_ns());
     file.count(0, extension::LIMIT_HITS_AT, 7);
@@ -146,6 +147,26 @@ fn memory_that_no_account_explains_is_told_after_two_looks_and_taken_back_when_i
     assert_eq!(back.verdicts[&uid], Verdict::Holds);
 }
 
+/// A card about which the driver says nothing hides no bypass of another.
+#[test]
+fn each_card_is_judged_by_itself() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30), ("GPU-1", 4096, 30)]);
+    let me = std::process::id();
+    node.processes("p", "main", &[me]);
+    let tell = |mib: u64| {
+        let mut told = sample(&["GPU-0", "GPU-1"], &[("GPU-0", me, mib, 0)], 0);
+        told.cards[1].processes = None;
+        told
+    };
+    let looks = |node: &mut Node, looks: u8, mib: u64| {
+        let last = (0..looks).map(|_| node.look(Some(&tell(mib)))).last().unwrap();
+        container(&last.snapshot, "p", "main").bypassed
+    };
+    assert!(looks(&mut node, 2, 60_000));
+    assert!(looks(&mut node, 2 * CALM_LOOKS, 300), "the other card may hide one");
+}
+
 #[test]
 fn a_damaged_usage_file_is_told_after_two_looks_and_taken_back_with_a_new_file() {
     let mut node = Node::new();
@@ -155,18 +176,19 @@ fn a_damaged_usage_file_is_told_after_two_looks_and_taken_back_with_a_new_file()
         node.usage("p", name).attach();
     }
     let uid = "allocation-p".into();
-    assert_eq!(node.look(None).verdicts[&uid], Verdict::Holds);
+    let idle = sample(&["GPU-0"], &[], 0);
+    assert_eq!(node.look(Some(&idle)).verdicts[&uid], Verdict::Holds);
     // `echo garbage > usage.cache`, and back before the next look.
     let path = node.usage_path("p", "main");
     let good = std::fs::read(&path).unwrap();
     std::fs::write(&path, "garbage\n").unwrap();
-    let first = node.look(None);
+    let first = node.look(Some(&idle));
     assert!(first.file_turns.is_empty() && first.verdicts[&uid] == Verdict::Holds, "once proves nothing");
     std::fs::write(&path, &good).unwrap();
-    assert!(node.look(None).file_turns.is_empty());
+    assert!(node.look(Some(&idle)).file_turns.is_empty());
     std::fs::write(&path, "garbage\n").unwrap();
-    assert!(node.look(None).file_turns.is_empty(), "not twice in a row");
-    let second = node.look(None);
+    assert!(node.look(Some(&idle)).file_turns.is_empty(), "not twice in a row");
+    let second = node.look(Some(&idle));
     let [turn] = second.file_turns.as_slice() else { panic!("{:?}", second.file_turns) };
     assert_eq!(turn.target.container, "main");
     let Verdict::Damaged { message } = &second.verdicts[&uid] else { panic!("{:?}", second.verdicts) };
@@ -178,11 +200,11 @@ fn a_damaged_usage_file_is_told_after_two_looks_and_taken_back_with_a_new_file()
         panic!("{:?}", second.rows)
     };
     assert_eq!((container.as_str(), code.as_str()), ("main", fault.code));
-    assert!(node.look(None).file_turns.is_empty(), "told once");
+    assert!(node.look(Some(&idle)).file_turns.is_empty(), "told once");
     // Between two runs of the container it is not there.
     std::fs::remove_file(&path).unwrap();
     for _ in 0..3 {
-        let looked = node.look(None);
+        let looked = node.look(Some(&idle));
         assert!(looked.file_turns.is_empty());
         assert!(matches!(looked.verdicts[&uid], Verdict::Damaged { .. }), "{:?}", looked.verdicts);
     }
@@ -190,8 +212,8 @@ fn a_damaged_usage_file_is_told_after_two_looks_and_taken_back_with_a_new_file()
     let between = std::fs::File::create(path.with_extension("between")).unwrap();
     node.write("p", "main", &crate::common::grant_name("p", "main"), &slices);
     drop(between);
-    assert!(node.look(None).file_turns.is_empty());
-    let back = node.look(None);
+    assert!(node.look(Some(&idle)).file_turns.is_empty());
+    let back = node.look(Some(&idle));
     assert!(matches!(back.file_turns.as_slice(), [turn] if turn.fault.is_none()), "{:?}", back.file_turns);
     assert!(matches!(back.rows.as_slice(), [Event::UsageFileReadable { .. }]), "{:?}", back.rows);
     assert_eq!(back.verdicts[&uid], Verdict::Holds);
@@ -351,7 +373,9 @@ fn the_pace_is_steered_by_what_the_driver_measures() {
     let scale = |node: &Node| node.page("p", "main").devices.iter().next().unwrap().scale.get();
     let launch = |node: &Node, pods: &[&str]| {
         for pod in pods {
-            node.usage(pod, "main").launch(node.unix_ns() + S / 2);
+            let file = node.usage(pod, "main");
+            file.launch(node.unix_ns() + S / 2);
+            file.charge(S / 2);
         }
     };
     let run = |node: &mut Node, looks: usize, pods: &[&str], driver: bool| {
@@ -373,7 +397,7 @@ fn the_pace_is_steered_by_what_the_driver_measures() {
     assert_eq!(silent, shared, "no driver, no step");
     assert_eq!(node.page("p", "main").heartbeat_ns, 100 * S + node.passed, "but a sign of life");
     // Another agent goes on from where the page stands.
-    node.engine = mullion_nodeagent::monitor::engine(&node.settings);
+    node.anew();
     assert_eq!(run(&mut node, 1, &["p", "q"], false), shared);
     assert!(run(&mut node, 10, &["p", "q"], true) > shared);
 }

@@ -5,10 +5,12 @@
 
 mod common;
 mod driver;
+mod held;
 mod hostile;
 mod limits;
 mod pace;
 mod series;
+mod told;
 
 /// Not a test: what a process of a tenant does, when another test starts this one as its process.
 #[test]

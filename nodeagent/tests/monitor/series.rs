@@ -3,6 +3,7 @@
 #[path = "../../../tests/metrics/schema.rs"]
 mod schema;
 
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use mullion_nodeagent::metrics::Metrics;
@@ -104,13 +105,14 @@ fn of_two_pods_of_one_name_the_one_that_lives_has_the_series() {
 fn what_a_container_did_is_a_row_each_minute() {
     let mut node = Node::new();
     node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let driver = sample(&["GPU-0"], &[], 0);
+    assert_eq!(node.look(Some(&driver)).rows, []);
     let mut tenant = Tenant::start(&node.usage_path("p", "main"));
     tenant.hold(0, 300 * MIB);
     let file = node.usage("p", "main");
-    file.launch(node.unix_ns());
+    file.launch(crate::common::START);
     file.count(0, extension::LIMIT_HITS_AT, 2);
     file.count(0, extension::PEAK_AT, 900 * MIB);
-    let driver = sample(&["GPU-0"], &[], 0);
     let mut rows = Vec::new();
     for _ in 0..200 {
         rows.extend(node.look(Some(&driver)).rows);
@@ -128,6 +130,54 @@ fn what_a_container_did_is_a_row_each_minute() {
     rows.extend(node.look(Some(&driver)).rows);
     let [mullion_audit::Event::UsageMinute { cards, .. }] = rows.as_slice() else { panic!("{rows:?}") };
     assert_eq!(cards[0].limit_hits, 1);
+}
+
+/// What was counted once stands in the log once, however often the agent starts; a container that starts meanwhile is
+/// counted from its beginning.
+#[test]
+fn another_run_of_the_agent_counts_nothing_again() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let mut hits = std::collections::BTreeMap::new();
+    for run in 1..=3 {
+        node.anew();
+        for look in 0..140 {
+            if look == 1 {
+                node.usage("p", "main").count(0, extension::LIMIT_HITS_AT, run * 1000);
+                let pod = format!("of-run-{run}");
+                node.pod(&pod, &["main"], &[("GPU-0", 4096, 30)]);
+                node.usage(&pod, "main").count(0, extension::LIMIT_HITS_AT, 7);
+            }
+            for row in node.look(None).rows {
+                if let mullion_audit::Event::UsageMinute { pod, cards, .. } = row {
+                    *hits.entry(pod.uid).or_insert(0) += cards[0].limit_hits;
+                }
+            }
+        }
+    }
+    let all: Vec<_> = hits.iter().map(|(pod, hits)| (pod.as_str(), *hits)).collect();
+    assert_eq!(all, [("of-run-1", 7), ("of-run-2", 7), ("of-run-3", 7), ("p", 3000)]);
+}
+
+/// A container of HAMi's says in its own file which cards it has: no name makes a series twice, nor one of no card, also
+/// while the driver says nothing.
+#[test]
+fn a_foreign_file_makes_no_series_but_one_of_each_card() {
+    let mut node = Node::new();
+    for (pod, card) in [("twice", "GPU-0"), ("none", "whatever-I-like")] {
+        node.run(pod, &["main"]);
+        hami::folder(&node.folder(pod, "main"));
+        let path = node.folder(pod, "main").join("x.cache");
+        let file = hami::write(&path, Layout::V1_2, card, MIB, MIB);
+        file.write_all_at(&2_u64.to_le_bytes(), 56).unwrap();
+        file.write_all_at(format!("{card}\0").as_bytes(), 64 + 96).unwrap();
+        file.write_all_at(&(7 * MIB).to_le_bytes(), 1600 + 8).unwrap();
+    }
+    for told in [Some(sample(&["GPU-0"], &[], 0)), None] {
+        let text = scrape(node.look(told.as_ref()).snapshot);
+        let limits = lines(&text, "mullion_container_memory_limit_bytes");
+        assert!(limits.len() == 1 && limits[0].ends_with(&format!(" {MIB}")), "{limits:#?}");
+    }
 }
 
 /// Everything that can be shown, shown.

@@ -2,20 +2,19 @@
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;
-use std::path::Path;
 
 use mullion_audit::Event as AuditEvent;
 use mullion_core::units::AllocationUid;
 use mullion_pace::policy;
 use mullion_pace::{Observation, Reading, Steer};
-use mullion_region::hami;
 use tracing::debug;
 
 use super::{Counted, Engine, FileTurn, Kept, LOCKED_NS, Looked, Now, Scene, Turn, Verdict, minute_row};
 use crate::monitor::damage::Fault;
 use crate::monitor::escape::{Bypass, Held, bypass};
-use crate::monitor::files::{Unreadable, UsageFile};
-use crate::monitor::mirror::mirror;
+use crate::monitor::files::Unreadable;
+use crate::monitor::hands::Late;
+use crate::monitor::mirror::{Writing, Written, mirror};
 use crate::monitor::page::Page;
 use crate::monitor::snapshot::{Container, Measured};
 use crate::monitor::target::{Granted, Target};
@@ -24,7 +23,7 @@ use crate::monitor::usage::ContainerUsage;
 impl Engine {
     /// Writes what was decided, and says what was seen.
     pub(super) fn act(
-        &self,
+        &mut self,
         now: Now,
         elapsed_ns: u64,
         scene: Scene<'_>,
@@ -32,18 +31,24 @@ impl Engine {
         decision: policy::Decision,
         looked: &mut Looked,
     ) {
-        let Scene { target, file, ours, mut allowance, usage, mut measured, readings, .. } = scene;
+        let Scene { target, file, ours, allowance, usage, mut measured, readings, .. } = scene;
         let mut gated = false;
-        if let (Some(file), Ok(usage)) = (&file, &usage) {
-            gated = self.feed_back(now, file, usage, kept, decision, target);
-            if let Some(ours) = &ours {
-                mirror(file, ours, &measured, &mut kept.uncleared, &kept.processes, target, &mut allowance);
-            }
-        }
         if allowance.is_used_up {
             kept.locked_ns = now.mono_ns.saturating_add(LOCKED_NS);
         }
-        if let (Some(granted), Ok(usage)) = (&target.grant, &usage) {
+        let is_read = file.is_some();
+        if let (Some(file), Ok(usage)) = (file, &usage) {
+            let pod_uid = target.pod.uid.clone();
+            let cards = measured.len();
+            let mut writing =
+                Writing { pod_uid, file, fields: Vec::new(), page: None, dead: Vec::new(), cards, allowance };
+            gated = self.feed_back(now, &mut writing, usage, kept, decision, target);
+            if let Some(ours) = &ours {
+                mirror(&mut writing, ours, &measured, &mut kept.uncleared, &kept.processes);
+            }
+            self.write(now, target, kept, writing);
+        }
+        if let (Some(granted), Ok(usage), true) = (&target.grant, &usage, is_read) {
             self.pace(now, elapsed_ns, granted, usage, kept, decision, &readings, &mut measured);
         }
         let on_cards: BTreeSet<u32> = measured.iter().flat_map(|m| m.pids.iter().copied()).collect();
@@ -74,20 +79,15 @@ impl Engine {
     fn feed_back(
         &self,
         now: Now,
-        file: &UsageFile,
+        writing: &mut Writing,
         usage: &ContainerUsage,
         kept: &mut Kept,
         decision: policy::Decision,
         target: &Target,
     ) -> bool {
         let layout = usage.layout;
-        let write = |what: &hami::Write<4>| {
-            if let Err(error) = file.put(what) {
-                debug!(pod_uid = target.pod.uid, container = target.container, %error, "usage file not written");
-            }
-        };
         if usage.switch != decision.switch {
-            write(&layout.utilization_switch(decision.switch));
+            writing.push(&layout.utilization_switch(decision.switch));
         }
         let mut recent = usage.recent_kernel;
         if now.mono_ns.saturating_sub(kept.counted_ns) >= policy::COUNTDOWN_STEP_NS {
@@ -96,19 +96,32 @@ impl Engine {
         }
         let recent = policy::gate(recent, decision.gated).unwrap_or(recent);
         if recent != usage.recent_kernel {
-            write(&layout.recent_kernel(recent));
+            writing.push(&layout.recent_kernel(recent));
         }
         if usage.recent_kernel < 0
             && recent >= 0
             && let Some(granted) = &target.grant
         {
-            // Who waits at the gate looks again at once.
-            let rung = Page::open(&self.places.pages.join(&granted.page)).and_then(|mut page| page.ring());
-            if let Err(error) = rung {
-                debug!(page = granted.page, %error, "control page not rung");
-            }
+            writing.page = Some(self.places.pages.join(&granted.page));
         }
         recent < 0
+    }
+
+    /// Writes, unless what a former look wrote is not done yet.
+    fn write(&mut self, now: Now, target: &Target, kept: &mut Kept, writing: Writing) {
+        let key = target.key();
+        // What came late is not taken in: it may be about a file that another one has replaced. Its slots are freed again.
+        if writing.is_empty() || matches!(self.writers.late(&key, now.mono_ns), Some(Late::Out(_))) {
+            return;
+        }
+        let written = self.writers.work(&key, now.mono_ns, || writing.run());
+        let Some(Written { freed, is_used_up }) = written else { return };
+        if let Some(uncleared) = &mut kept.uncleared {
+            uncleared.retain(|slot| !freed.contains(slot));
+        }
+        if is_used_up {
+            kept.locked_ns = now.mono_ns.saturating_add(LOCKED_NS);
+        }
     }
 
     /// Moves the scales of a container's cards.
@@ -187,12 +200,12 @@ impl Engine {
             looked.rows.push(file_row(target, granted, fault.as_ref()));
             looked.file_turns.push(FileTurn { target: target.clone(), fault });
         }
+        // What a slow file says is not known yet, and no account of nothing.
+        let is_slow = matches!(usage, Err(Unreadable::Held { long: false }));
         let usage = usage.ok();
-        let known: Option<Vec<(&str, Held)>> = measured
-            .iter()
-            .zip(&granted.limits)
-            .enumerate()
-            .map(|(place, (measured, limit))| {
+        let held = measured.iter().zip(&granted.limits).enumerate().filter(|_| !is_slow);
+        let known: Vec<(&str, Held)> = held
+            .filter_map(|(place, (measured, limit))| {
                 let held = Held {
                     by_driver: measured.bytes?,
                     processes: measured.processes,
@@ -202,17 +215,25 @@ impl Engine {
                 Some((measured.card.as_str(), held))
             })
             .collect();
-        if let Some(cards) = known
-            && kept.suspicion.look(bypass(cards, self.rules.margin))
-        {
+        // A card about which nothing is known hides no bypass of another, and may hide one of its own.
+        let all_known = known.len() == granted.limits.len();
+        let found = bypass(known, self.rules.margin);
+        let is_looked = all_known || found.is_some();
+        if is_looked && kept.suspicion.look(found) {
             looked.turns.push(Turn { target: target.clone(), bypass: kept.suspicion.bypass.clone() });
             looked.rows.push(turn_row(target, granted, kept.suspicion.bypass.as_ref()));
         }
         kept.seen_at_work |= usage.is_some_and(|u| u.attached > 0);
+        if is_looked && kept.suspicion.is_sure() {
+            kept.unsure = None;
+        }
+        kept.unsure = kept.unsure.and_then(|looks| looks.checked_sub(1));
         let verdict = match (&kept.suspicion.bypass, &kept.damage.fault) {
             (Some(bypass), _) => {
                 Verdict::Bypassed { message: format!("container {}: {bypass}", target.container) }
             }
+            // A former run of the agent may have seen what this one cannot yet.
+            (None, _) if kept.unsure.is_some() => Verdict::Unsure,
             (None, Some(fault)) => {
                 Verdict::Damaged { message: format!("container {}: {fault}", target.container) }
             }
@@ -227,13 +248,6 @@ impl Engine {
         };
         looked.verdicts.insert(uid, worst);
         kept.suspicion.bypass.is_some()
-    }
-}
-
-/// Says on a control page that somebody looks after the container.
-pub(super) fn tend(path: &Path, now_ns: u64) {
-    if let Err(error) = Page::open(path).and_then(|mut page| page.tend(now_ns, &[])) {
-        debug!(?path, %error, "control page not written");
     }
 }
 

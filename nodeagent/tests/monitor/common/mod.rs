@@ -1,5 +1,6 @@
 //! A node of folders, and what stands in them.
 
+pub mod cluster;
 pub mod hami;
 pub mod tenant;
 
@@ -8,7 +9,7 @@ use std::fs;
 use std::fs::File;
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use mullion_core::request::ComputeWishes;
@@ -25,7 +26,7 @@ use mullion_nodeagent::monitor::engine::{Engine, Looked, Now, Places, Rules};
 use mullion_nodeagent::monitor::escape::MARGIN;
 use mullion_nodeagent::monitor::export::Exporter;
 use mullion_nodeagent::monitor::snapshot::{Container, Snapshot};
-use mullion_nodeagent::monitor::{Latest, engine_with, target};
+use mullion_nodeagent::monitor::{Latest, target};
 use mullion_nodeagent::nvml::sample::{Busy, CardSample, ProcessMemory, Sample};
 use mullion_nodeagent::prepare::files;
 use mullion_nodeagent::state::Grant;
@@ -41,6 +42,11 @@ pub const S: u64 = 1_000_000_000;
 pub const MIB: u64 = 1 << 20;
 /// When all of this happens.
 pub const START: u64 = 1_790_000_000 * S;
+
+/// The agent's program.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_mullion-nodeagent");
+/// Time for the locks of a file, as the agent has it.
+const LOCKS: Duration = Duration::from_millis(100);
 
 /// A node.
 pub struct Node {
@@ -77,20 +83,23 @@ impl Node {
         }
         fs::write(at("cgroup/cgroup.controllers"), "").unwrap();
         let world = World { node: "node-a".into(), pods: Some(BTreeMap::new()), ..World::default() };
-        let engine = engine_with(&settings, Path::new(env!("CARGO_BIN_EXE_mullion-nodeagent")));
+        let engine = patient(&settings, PROGRAM, LOCKS);
         Self { root, settings, world, engine, passed: 0 }
+    }
+
+    /// The agent waits for files as long as it does.
+    pub fn hurry(&mut self) {
+        self.engine = mullion_nodeagent::monitor::engine(&self.settings);
+    }
+
+    /// Another run of the agent begins.
+    pub fn anew(&mut self) {
+        self.engine = patient(&self.settings, PROGRAM, LOCKS);
     }
 
     /// How long the agent may work at the locks of one file.
     pub fn allow(&mut self, locks: Duration) {
-        let places = Places {
-            containers: self.settings.containers_dir(),
-            pages: self.settings.pages_dir(),
-            proc: "/proc".into(),
-            program: "/bin/false".into(),
-        };
-        let cgroups = Cgroups::new(self.settings.cgroup_mount.clone(), &self.settings.cgroup_root);
-        self.engine = Engine::new(places, Rules { policy: Policy::Default, margin: MARGIN, locks }, cgroups);
+        self.engine = patient(&self.settings, "/bin/false", locks);
     }
 
     /// A pod of one running container each with the same slices, as `PreStartContainer` leaves it.
@@ -255,6 +264,19 @@ impl Node {
     }
 }
 
+/// An engine that waits for files however busy this machine is.
+fn patient(settings: &Settings, program: &str, locks: Duration) -> Engine {
+    let places = Places {
+        containers: settings.containers_dir(),
+        pages: settings.pages_dir(),
+        proc: "/proc".into(),
+        program: program.into(),
+    };
+    let cgroups = Cgroups::new(settings.cgroup_mount.clone(), &settings.cgroup_root);
+    let patience = Duration::from_secs(400);
+    Engine::new(places, Rules { policy: Policy::Default, margin: MARGIN, locks, patience }, cgroups)
+}
+
 /// The name of a container's grant.
 pub fn grant_name(pod: &str, container: &str) -> String {
     let sum = format!("{pod}/{container}")
@@ -322,6 +344,12 @@ impl Usage {
         let mut bytes = [0; 4];
         self.0.read_exact_at(&mut bytes, at as u64).unwrap();
         i32::from_le_bytes(bytes)
+    }
+
+    /// Card time is charged.
+    pub fn charge(&self, ns: u64) {
+        let at = extension::card_offset(0).unwrap() + extension::SPENT_NS_AT;
+        self.put(at, self.word(at) + ns);
     }
 
     /// A card's counter.

@@ -1,14 +1,18 @@
 //! A process of a tenant's: this program again, told by lines what to do with a usage file.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use mullion_region::extension;
 use nix::fcntl::{FallocateFlags, FcntlArg, fallocate, fcntl};
 use nix::libc;
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
 const FILE: &str = "MULLION_TEST_TENANT_FILE";
 
@@ -66,10 +70,81 @@ pub fn run() {
                     }
                 }
             }
+            // A lease, taken anew whenever somebody asks for it back.
+            "lease" => lease(&file),
+            // Keeps everybody from writing to the file, until killed.
+            "keep" => {
+                let Some((never, mut faults)) = memory_that_never_comes() else {
+                    println!("not here");
+                    continue;
+                };
+                let file = file.try_clone().unwrap();
+                std::thread::spawn(move || file.write_at(never, 3 << 20));
+                // It has the file, and asks for the first byte.
+                faults.read_exact(&mut [0; 32]).unwrap();
+                std::mem::forget(faults);
+            }
             other => unreachable!("{other}"),
         }
         println!("ok");
     }
+}
+
+/// Memory of which not a byte will ever be there: a `write` from it holds its file for ever, as any long one does for as long
+/// as it takes. With it, where the kernel tells that somebody asks for it. `None` where the system does not let us.
+#[expect(unsafe_code, reason = "userfaultfd has no safe interface")]
+fn memory_that_never_comes() -> Option<(&'static [u8], File)> {
+    const LENGTH: usize = 4096;
+    const UFFDIO_API: u64 = 0xc018_aa3f;
+    const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: a fresh mapping that overlaps nothing.
+    let memory =
+        unsafe { mmap_anonymous(None, NonZeroUsize::new(LENGTH)?, protection, MapFlags::MAP_PRIVATE) };
+    let memory = memory.ok()?;
+    // SAFETY: no pointers.
+    let faults = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
+    let faults = i32::try_from(faults).ok().filter(|fd| *fd >= 0)?;
+    let mut version = [0xaa_u64, 0, 0];
+    // SAFETY: three words, as the call wants them.
+    if unsafe { libc::ioctl(faults, UFFDIO_API, version.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    let mut range = [memory.addr().get() as u64, LENGTH as u64, 1, 0];
+    // SAFETY: four words, as the call wants them.
+    if unsafe { libc::ioctl(faults, UFFDIO_REGISTER, range.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    // SAFETY: mapped for as long as the process lives; nobody but the kernel looks at it.
+    let memory = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast(), LENGTH) };
+    // SAFETY: it was opened above, and is nobody else's.
+    Some((memory, unsafe { File::from_raw_fd(faults) }))
+}
+
+static LEASED: AtomicI32 = AtomicI32::new(-1);
+
+/// Gives the lease back, and takes it again as soon as it can be had.
+#[expect(unsafe_code, reason = "leases have no safe interface")]
+extern "C" fn again(_: i32) {
+    let file = LEASED.load(Ordering::SeqCst);
+    // SAFETY: a descriptor and two numbers.
+    unsafe { libc::fcntl(file, libc::F_SETLEASE, libc::F_UNLCK) };
+    for _ in 0..10_000_000 {
+        // SAFETY: a descriptor and two numbers.
+        if unsafe { libc::fcntl(file, libc::F_SETLEASE, libc::F_WRLCK) } == 0 {
+            return;
+        }
+    }
+}
+
+#[expect(unsafe_code, reason = "signals and leases have no safe interface")]
+fn lease(file: &File) {
+    LEASED.store(file.as_raw_fd(), Ordering::SeqCst);
+    // SAFETY: the handler makes nothing but system calls.
+    unsafe { libc::signal(libc::SIGIO, again as *const () as libc::sighandler_t) };
+    // SAFETY: a descriptor and two numbers.
+    let taken = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
+    assert_eq!(taken, 0, "{}", std::io::Error::last_os_error());
 }
 
 /// A tenant's process.
@@ -108,6 +183,19 @@ impl Tenant {
     pub fn order(&mut self, line: &str) {
         writeln!(self.orders, "{line}").unwrap();
         self.hear("ok");
+    }
+
+    /// Keeps everybody else from writing to the file until it is killed; false where this system does not let it.
+    pub fn keeps_the_file(&mut self) -> bool {
+        writeln!(self.orders, "keep").unwrap();
+        let mut line = String::new();
+        while line.trim().is_empty() {
+            assert!(self.answers.read_line(&mut line).unwrap() > 0, "ended");
+        }
+        if line.trim() != "ok" {
+            eprintln!("no userfaultfd here: nothing is held");
+        }
+        line.trim() == "ok"
     }
 
     /// Claims a slot and settles `bytes` on card 0 of it, as the library does.

@@ -1,0 +1,165 @@
+//! Files that their tenants hold: a `write` of theirs that does not end, a lease that is taken anew.
+
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use mullion_nodeagent::events::Announcer;
+use mullion_nodeagent::monitor::bounds::Bounds;
+use mullion_nodeagent::monitor::engine::Verdict;
+use mullion_nodeagent::monitor::heart::Heart;
+use mullion_nodeagent::prepare::files;
+use mullion_nodeagent::world::Shared;
+use mullion_region::usage;
+
+use crate::common::cluster::{cluster, notes};
+use crate::common::tenant::Tenant;
+use crate::common::{MIB, Node, container, sample};
+
+/// Far longer than anything here takes; only a failure waits for it.
+const LONG: Duration = Duration::from_secs(20);
+
+fn switch(node: &Node, pod: &str) -> i32 {
+    node.usage(pod, "main").number(usage::UTILIZATION_SWITCH_AT)
+}
+
+/// The agent writes into each file, but never waits for one.
+#[test]
+fn a_write_that_does_not_end_keeps_nobody_waiting() {
+    let mut node = Node::new();
+    for pod in ["bad", "good"] {
+        node.pod(pod, &["main"], &[("GPU-0", 4096, 30)]);
+        // So that the agent has something to write.
+        node.usage(pod, "main").put32(usage::UTILIZATION_SWITCH_AT, 1);
+    }
+    let mut good = Tenant::start(&node.usage_path("good", "main"));
+    good.hold(0, 100 * MIB);
+    let mut bad = Tenant::start(&node.usage_path("bad", "main"));
+    bad.hold(0, 200 * MIB);
+    if !bad.keeps_the_file() {
+        return;
+    }
+    node.hurry();
+    let begun = Instant::now();
+    let mut all_is_well = false;
+    while !all_is_well {
+        assert!(begun.elapsed() < LONG);
+        let from = Instant::now();
+        let looked = node.look(None);
+        assert!(from.elapsed() < Duration::from_secs(5), "{:?}", from.elapsed());
+        let used =
+            |pod: &str| container(&looked.snapshot, pod, "main").usage.as_ref().map(|u| u.cards[0].used);
+        all_is_well =
+            switch(&node, "good") == 0 && [used("bad"), used("good")] == [Ok(200 * MIB), Ok(100 * MIB)];
+    }
+    assert_eq!(switch(&node, "bad"), 1);
+    let from = Instant::now();
+    for _ in 0..20 {
+        node.look(None);
+    }
+    assert!(
+        from.elapsed() < Duration::from_secs(5),
+        "what is held up is not begun anew: {:?}",
+        from.elapsed()
+    );
+    bad.kill();
+    while switch(&node, "bad") == 1 {
+        assert!(begun.elapsed() < LONG);
+        node.look(None);
+    }
+}
+
+/// Whoever makes his file too large is told of, and cut back as soon as he lets go of it. Meanwhile the agent does other things.
+#[tokio::test]
+async fn a_file_that_is_held_is_told_of_and_cut_afterwards() {
+    let mut node = Node::new();
+    node.pod("bad", &["main"], &[("GPU-0", 4096, 30)]);
+    let path = node.usage_path("bad", "main");
+    // Blocks without a length.
+    let flags = nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    nix::fcntl::fallocate(&node.usage("bad", "main").0, flags, 0, 64 << 20).unwrap();
+    let mut bad = Tenant::start(&path);
+    bad.hold(0, 200 * MIB);
+    let held = bad.keeps_the_file();
+    let (client, mut said) = cluster();
+    let shared = Shared::new(std::mem::take(&mut node.world));
+    let announcer = Announcer::new(client, Arc::clone(&shared), Arc::default(), "node-a".into());
+    let mut bounds = Bounds::new(node.settings.clone(), shared, announcer);
+    for _ in 0..3 {
+        bounds.look().await;
+    }
+    let event = tokio::time::timeout(LONG, said.recv()).await.unwrap().unwrap();
+    assert_eq!(
+        (event["reason"].as_str(), event["regarding"]["name"].as_str()),
+        (Some("UsageFileCut"), Some("bad-name"))
+    );
+    assert!(event["note"].as_str().unwrap().contains("container main"), "{event}");
+    let taken = || std::fs::metadata(&path).unwrap().blocks() * 512;
+    assert!(!held || taken() >= 64 << 20);
+    bad.kill();
+    let begun = Instant::now();
+    while taken() >= 4 << 20 {
+        assert!(begun.elapsed() < LONG, "{} bytes", taken());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    bounds.look().await;
+    assert_eq!(notes(&mut said), Vec::<String>::new(), "told once");
+}
+
+/// A lease is given back when somebody asks for it, and taken anew before he comes.
+#[test]
+fn a_lease_that_is_taken_anew_keeps_no_file_long() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let mut tenant = Tenant::start(&node.usage_path("p", "main"));
+    tenant.order("lease");
+    node.usage("p", "main").0.write_all_at(b"x", 10 << 20).unwrap();
+    tenant.order("lease");
+    assert!(files::oversize(&node.folder("p", "main")).unwrap().is_some());
+    files::cut_usage_file(&node.folder("p", "main")).unwrap();
+    assert_eq!(files::oversize(&node.folder("p", "main")).unwrap(), None);
+}
+
+/// However long a look takes: unless it does not come back at all, when nobody may vouch for a gate.
+#[tokio::test]
+async fn the_heart_beats_while_somebody_looks() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let shared = Shared::new(std::mem::take(&mut node.world));
+    let beats = async |heart: &Heart| {
+        let before = node.page("p", "main").heartbeat_ns;
+        let _ = tokio::time::timeout(Duration::from_secs(2), heart.beat()).await;
+        node.page("p", "main").heartbeat_ns > before
+    };
+    let heart = Heart::new(node.settings.pages_dir(), shared);
+    assert!(beats(&heart).await);
+    heart.looked(0);
+    assert!(!beats(&heart).await);
+}
+
+/// What another run of the agent said of a container stands until this one knows better.
+#[test]
+fn no_limit_holds_before_the_driver_was_heard() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    node.usage("p", "main").attach();
+    let me = std::process::id();
+    node.processes("p", "main", &[me]);
+    let much = sample(&["GPU-0"], &[("GPU-0", me, 60_000, 0)], node.unix_ns());
+    let own = sample(&["GPU-0"], &[("GPU-0", me, 300, 0)], node.unix_ns());
+    let uid = "allocation-p".into();
+    let say = |node: &mut Node, sample| node.look(sample).verdicts[&uid].clone();
+    for _ in 0..3 {
+        assert_eq!(say(&mut node, None), Verdict::Unsure);
+    }
+    assert_eq!(say(&mut node, Some(&much)), Verdict::Unsure, "once proves nothing");
+    assert!(matches!(say(&mut node, Some(&much)), Verdict::Bypassed { .. }));
+    node.anew();
+    assert_eq!(say(&mut node, None), Verdict::Unsure);
+    assert_eq!(say(&mut node, Some(&own)), Verdict::Holds);
+    assert_eq!(say(&mut node, None), Verdict::Holds, "a driver that is silent for a moment");
+    // Of a card that never tells, the library's word alone is known.
+    node.anew();
+    let said: Vec<Verdict> = (0..30).map(|_| say(&mut node, None)).collect();
+    assert_eq!((&said[0], &said[29]), (&Verdict::Unsure, &Verdict::Holds));
+}
