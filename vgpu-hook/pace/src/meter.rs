@@ -11,6 +11,9 @@ const COVER_NS: u64 = 2_000_000_000;
 /// longer gap was a pause.
 const PAUSE_NS: u64 = crate::AHEAD_NS + MAX_WINDOW_NS;
 
+/// No time stamp is further ahead of the clock than this: a window, by which a hold is, and as much again.
+const EARLY_NS: u64 = 2 * MAX_WINDOW_NS;
+
 /// A sample in quarters of a point. NVML gives whole points and does not say how it rounds, and with several processes
 /// the error adds up: a quarter more halves it both for rounding down and for rounding to the nearest.
 fn quarters(percent: u32) -> u64 {
@@ -117,6 +120,12 @@ impl Meter {
     /// The container's utilisation since the last [`Reading::Present`], after a call that NVML answered.
     pub fn take(&mut self, now_ns: u64) -> Reading {
         self.answers += 1;
+        if self.newest().unwrap_or(0).max(self.taken_until) > now_ns.saturating_add(EARLY_NS) {
+            // The clock was set back: until it has caught up, nothing would be new.
+            let (answers, window_ns, held) = (self.answers, self.window_ns, self.held);
+            *self = Self { answers, window_ns, held, taken_until: now_ns, ..Self::new() };
+            return Reading::Gathering;
+        }
         let Some(newest) = self.newest() else { return Reading::Absent };
         self.newest.retain(|_, (at_ns, _)| now_ns.saturating_sub(*at_ns) <= 2 * STALE_NS);
         if newest <= self.taken_until {

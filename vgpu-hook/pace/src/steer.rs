@@ -91,7 +91,8 @@ impl Steer {
     }
 
     /// Enters what the library charged since the last period, before the scale, less what it gave back (the word `spent_ns` of
-    /// the usage file). Without it the scale is bounded by [`MAX_SCALE`] alone.
+    /// the usage file). Without it the scale does not rise above one: a multiple of nothing is nothing, and what is raised meanwhile
+    /// would starve whoever comes next.
     #[must_use]
     pub const fn spent(self, ns: u64) -> Self {
         Self { spent_ns: self.spent_ns.saturating_add(ns), ..self }
@@ -100,10 +101,8 @@ impl Steer {
     /// The largest scale that makes sense where `used_per_mille` of the time since the last judged reading was used.
     fn ceiling(&self, used_per_mille: u64) -> u64 {
         let used_ns = u128::from(used_per_mille) * u128::from(self.elapsed_ns) / 1000;
-        if self.spent_ns == 0 {
-            return MAX_SCALE.into();
-        }
-        let ceiling = used_ns * u128::from(HEADROOM * u64::from(SCALE_ONE)) / u128::from(self.spent_ns);
+        let ceiling = used_ns * u128::from(HEADROOM * u64::from(SCALE_ONE));
+        let ceiling = ceiling.checked_div(u128::from(self.spent_ns)).unwrap_or(0);
         u64::try_from(ceiling).unwrap_or(u64::MAX).max(SCALE_ONE.into())
     }
 

@@ -491,14 +491,23 @@ fn one_step_of_the_loop() {
         ("too few samples yet", seen(Reading::Gathering, true, 1), 0),
     ];
     for (case, observed, want) in cases {
-        let after = Steer::default().step(30, &observed).scale();
+        let after = Steer::default().spent(S).step(30, &observed).scale();
         assert_eq!(i32::from(after > SCALE_ONE) - i32::from(after < SCALE_ONE), want, "{case}");
         // 0 and 100 are no limit: nothing to steer.
         for percent in [0, 100] {
-            assert_eq!(Steer::default().step(percent, &observed).scale(), SCALE_ONE, "{case}");
+            assert_eq!(Steer::default().spent(S).step(percent, &observed).scale(), SCALE_ONE, "{case}");
         }
     }
     assert_eq!(Steer::new(0).scale(), MIN_SCALE);
+}
+
+/// Processes of so few launches that their charges are never told: a higher scale would not hold them, and starve the usual
+/// program that comes next.
+#[test]
+fn nothing_is_raised_where_nothing_was_charged() {
+    let all = seen(present(1000), true, 1);
+    let after = |from: u32| (0..30).fold(Steer::new(from), |steer, _| steer.step(10, &all)).scale();
+    assert_eq!([SCALE_ONE / 8, SCALE_ONE, 3 * SCALE_ONE].map(after), [SCALE_ONE, SCALE_ONE, 3 * SCALE_ONE]);
 }
 
 #[test]
@@ -540,6 +549,26 @@ fn a_meter_counts_each_window_once() {
     assert_eq!(meter.take(T + 120 * S), Reading::Absent, "18 s are more than late");
 }
 
+#[test]
+fn a_clock_that_is_set_back_is_no_end_of_readings() {
+    let mut meter = Meter::new();
+    let first = |meter: &mut Meter, from: u64, held: bool| {
+        (0..20_u64).find(|second| {
+            let now = from + second * S;
+            meter.push(1, now, 60);
+            let reading = meter.take(now + 10 * MS);
+            meter.held(held, now + 10 * MS);
+            matches!(reading, Reading::Present { .. })
+        })
+    };
+    for held in [false, true] {
+        for hours in [9, 8, 5] {
+            let seconds = first(&mut meter, hours * 3600 * S, held);
+            assert!(seconds.is_some_and(|seconds| seconds <= 5), "{held} {hours}: {seconds:?}");
+        }
+    }
+}
+
 /// A driver that lists the newest window of each process only, asked every 0.9 s about one that pauses before it was asked: how
 /// long a window is is not the time between two answers.
 #[test]
@@ -565,12 +594,12 @@ proptest! {
     /// Whatever is seen, the scale stays in its bounds and moves by a factor of two per second at most.
     #[test]
     fn the_scale_is_bounded(
-        start: u32, percent: u32, per_mille: u32, covered: u64, waits: u64, waited: u64, elapsed: u64,
+        start: u32, percent: u32, per_mille: u32, covered: u64, waits: u64, waited: u64, elapsed: u64, spent: u64,
     ) {
         let reading = Reading::Present { per_mille, covered_ns: covered };
         let observation =
             Observation { reading, launched: true, waits, waited_ns: waited, elapsed_ns: elapsed };
-        let steer = Steer::new(start);
+        let steer = Steer::new(start).spent(spent);
         let before = u64::from(steer.scale());
         let after = u64::from(steer.step(percent, &observation).scale());
         prop_assert!((u64::from(MIN_SCALE)..=u64::from(MAX_SCALE)).contains(&after));
