@@ -535,6 +535,32 @@ fn a_limit_that_is_not_in_force_is_told() {
     holder.end();
 }
 
+/// Nobody reads what it says, or Ctrl-S was typed: it waits, and the others do not.
+#[test]
+#[ignore = "needs the built library"]
+fn whoever_cannot_be_told_keeps_nobody_from_starting() {
+    let place = Place::new().limited(64 * MIB);
+    let holder = place.ready();
+    let (unread, full) = nix::unistd::pipe().unwrap();
+    let room = nix::fcntl::fcntl(&full, nix::fcntl::FcntlArg::F_GETPIPE_SZ).unwrap();
+    let mut full = File::from(full);
+    std::io::Write::write_all(&mut full, &vec![b'x'; usize::try_from(room).unwrap()]).unwrap();
+    let mut command = place.command("session");
+    command.env("CUDA_DEVICE_MEMORY_LIMIT", "32m").stderr(full);
+    let mut waiting = Session::start(command);
+    waiting.tell("init");
+    // Once it has its slot there is only the line left to be said.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while place.hot().high_water < 2 && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let (result, said) = start(place.command("session"));
+    assert_eq!((result, said.as_str()), (0, ""));
+    drop(unread);
+    waiting.kill();
+    holder.end();
+}
+
 #[test]
 #[ignore = "needs the built library"]
 fn a_limit_of_a_card_that_is_not_there_is_told() {

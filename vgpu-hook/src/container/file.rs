@@ -398,13 +398,19 @@ fn limits_of(device: &PageDevice) -> Limits {
     }
 }
 
-/// Says so where a card's limits are others than those that this process asked for.
-fn tell_of_file(path: Text, ordinal: usize, held: Limits, asked: Limits, policy: Policy) {
-    // A share that this process lifts for itself is not held.
-    let lifted = held.core.is_some() && policy == Policy::Disable;
-    let same = asked.memory == held.memory && (asked.core == held.core || policy == Policy::Disable);
-    if lifted || !same {
-        Notice::OfFile { path, ordinal, held, asked, lifted }.say();
+/// Says so where a file's limits are others than those that this process asked for, by card. Not while the file is being set up:
+/// whoever reads stderr may keep this process waiting, and all others with it.
+pub(super) fn tell_of_file(path: Text, spec: &PageSpec, settings: &Settings, cards: &[CUuuid]) {
+    for (ordinal, (card, asked)) in cards.iter().zip(settings.cards).enumerate() {
+        let is_its = |device: &&PageDevice| uuid::parse(device.uuid.as_bytes()) == Some(*card);
+        let Some(held) = spec.devices.iter().find(is_its).map(limits_of) else { continue };
+        // A share that this process lifts for itself is not held.
+        let disabled = settings.policy == Policy::Disable;
+        let lifted = held.core.is_some() && disabled;
+        let same = asked.memory == held.memory && (asked.core == held.core || disabled);
+        if lifted || !same {
+            Notice::OfFile { path, ordinal, held, asked, lifted }.say();
+        }
     }
 }
 
@@ -425,10 +431,7 @@ fn join(
     }
     for (ordinal, card) in cards.iter().enumerate() {
         let (Some(uuid), Some(limits)) = (name_of(*card), settings.cards.get(ordinal)) else { continue };
-        if let Some(place) = known.iter().position(|known| *known == Some(*card)) {
-            if let Some(held) = devices.iter().nth(place).map(limits_of) {
-                tell_of_file(path, ordinal, held, *limits, settings.policy);
-            }
+        if known.contains(&Some(*card)) {
             continue;
         }
         let index = devices.len();

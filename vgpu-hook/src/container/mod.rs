@@ -280,7 +280,7 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
                 Notice::OfNoCard { variable, cards: cards.as_slice().len() }.say();
             }
             let (opened, spec, guard) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
-            (opened, None, spec, Some(settings), Some(guard))
+            (opened, None, spec, Some((settings, cards)), Some(guard))
         }
     };
     let region = opened.file.region;
@@ -318,13 +318,16 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
         page,
         by_hand: settings.is_some(),
         enforcement: spec.enforcement,
-        policy: settings.map_or(Policy::Default, |settings| settings.policy),
+        policy: settings.as_ref().map_or(Policy::Default, |(settings, _)| settings.policy),
         cards,
         ordinals,
         slot: Some(slot),
         books: Books::new(),
     })?;
     drop(guard);
+    if let Some((settings, cards)) = &settings {
+        file::tell_of_file(file.text(), &spec, settings, cards.as_slice());
+    }
     region.hot().attached.fetch_add(1, Relaxed);
     region.hot().escapes.fetch_add(u64::from(state.escapes.swap(0, Relaxed)), Relaxed);
     Ok(Some(container))
