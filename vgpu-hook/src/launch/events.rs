@@ -359,7 +359,8 @@ impl Sampler {
 
     /// A place for a measurement in `context`, taken: one whose events fit, else one without events. Another context's events
     /// are lost with their place, and what it measures there, so only a context that has no place at all takes one: two
-    /// contexts by turns must not make events for ever, and one that launches no more must not keep the others out.
+    /// contexts by turns must not make events for ever, and one that launches no more must not keep the others out. (More contexts
+    /// by turns than there are places do: events of a context that another thread may be ending are not ours to destroy.)
     fn place(&self, context: Handle) -> Option<&Slot> {
         let free = || self.slots.iter().filter(|s| s.is(FREE));
         if let Some(slot) = free().find(|s| s.is_of(context)).or_else(|| free().find(|s| s.is_of(0))) {
