@@ -33,7 +33,8 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Looks around a call that is over at once, or within the end of a measurement.
+/// Looks around a call that is over at once, or within the end of a measurement. The fields go in this order: who has the turn
+/// next sees this call no longer beside its own.
 #[derive(Debug)]
 pub(super) struct Alone<'m> {
     pub(super) measuring: &'m Measuring,

@@ -12,7 +12,7 @@ use crate::sys;
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) count: AtomicU32,
-    /// The thread that began the last one: what it does within its own measurement does not wait for that.
+    /// The thread that began the last one, 0 when that has ended: what it does within its own measurement does not wait for that.
     thread: AtomicUsize,
     /// When the last one began, coarse ns.
     began_ns: AtomicU64,
@@ -88,6 +88,8 @@ impl UnderWay {
 
     /// One has ended.
     pub(super) fn ends(&self) {
+        // This thread waits for those that go on.
+        let _ = self.thread.compare_exchange(thread(), 0, Relaxed, Relaxed);
         if self.count.fetch_sub(1, Relaxed) == 1 {
             self.is_long.store(0, Relaxed);
         }
@@ -133,5 +135,26 @@ impl UnderWay {
     /// Whether a measurement of another thread is under way.
     pub(super) fn is_anothers(&self) -> bool {
         self.count.load(Relaxed) != 0 && self.thread.load(Relaxed) != thread()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use super::*;
+
+    #[test]
+    fn whose_own_measurement_has_ended_waits_for_those_of_others() {
+        let under_way = UnderWay::new();
+        std::thread::scope(|scope| {
+            scope.spawn(|| assert!(under_way.begins()));
+        });
+        assert!(!under_way.begins());
+        assert!(!under_way.is_anothers(), "within its own");
+        under_way.ends();
+        assert!(under_way.is_anothers(), "the first one goes on");
+        under_way.ends();
+        assert!(!under_way.is_anothers(), "none goes on");
     }
 }
