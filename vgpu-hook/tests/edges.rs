@@ -32,6 +32,20 @@ fn a_pool_of_another_card_is_charged_there() {
     }
 }
 
+/// Where it is said neither by the pool nor by a context which card is meant, the first one is.
+#[test]
+#[ignore = "needs the built library"]
+fn a_managed_pool_that_is_made_without_a_context_is_counted() {
+    let place = Place::new().limited(64 * MIB);
+    let mut session = place.session();
+    session.done("init");
+    session.done("pool p 2 0 2");
+    session.done("primary 0");
+    session.refused("from-pool a p 100000000");
+    session.done("from-pool a p 40000000");
+    session.end();
+}
+
 #[test]
 #[ignore = "needs the built library"]
 fn a_graphs_memory_is_charged_to_the_card_of_its_nodes() {

@@ -346,7 +346,8 @@ pub(crate) unsafe fn pool_create(
     let CUmemPoolProps { kind, location, .. } = unsafe { properties.read() };
     let card = match (kind, location.kind) {
         (_, LOCATION_DEVICE) => container.card(location.id),
-        (MANAGED, _) => container.current_card(),
+        // Without a context it is not said which card is meant.
+        (MANAGED, _) => container.current_card().or_else(|| container.cards().next()),
         _ => None,
     };
     // SAFETY: the driver has just written it.

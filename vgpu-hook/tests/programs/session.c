@@ -242,7 +242,7 @@ static void step(char *line, FILE *in) {
   else if (IS("destroy-description")) printf("%d\n", cuGraphDestroy(handle(a)));
   else if (IS("sync")) printf("%d\n", cuCtxSynchronize());
   else if (IS("pool")) {
-    struct pool p = { .kind = 1, .location = { n ? n : 1, m } };
+    struct pool p = { .kind = d[0] ? atoi(d) : 1, .location = { n ? n : 1, m } };
     res r = cuMemPoolCreate(&thing, &p); answer(a, r, (uintptr_t)thing);
   }
   else if (IS("default-pool")) { res r = cuDeviceGetMemPool(&thing, 0); answer(a, r, (uintptr_t)thing); }
