@@ -7,16 +7,14 @@
 #![allow(clippy::missing_safety_doc, reason = "as the driver's function of that name")]
 
 use core::ffi::{c_int, c_uint, c_void};
-use core::ptr::{null_mut, with_exposed_provenance_mut};
 
 use mullion_pace::{Key, Size};
 
-use super::events::{Driver, Events, Handle};
+use super::events::{Driver, Handle};
 use super::pacer::{Paid, Request};
 use super::{Lane, Own, PACER};
-use crate::container::{self, Container, Gate};
-use crate::cuda::{CUcontext, CUfunction, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams};
-use crate::driver::function;
+use crate::container::{self, Gate};
+use crate::cuda::{CUfunction, CUgraphExec, CUlaunchConfig, CUresult, CUstream, LaunchParams};
 
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
 const LEGACY: Handle = 1;
@@ -49,65 +47,15 @@ enum Way {
 #[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
 fn way(stream: CUstream, per_thread: bool) -> Way {
     match container::gate() {
-        Gate::Limited(container) => match Own::current(container) {
-            Some(lane) if PACER.has_to_pay(&lane, || stream_of(stream, per_thread), &Driver) => {
+        Gate::Limited(container) => match Own::of(container, stream.expose_provenance()) {
+            Some(lane) if PACER.has_to_pay(&lane, || stream_of(stream, per_thread), &Driver::HERE) => {
                 Way::Pays(lane)
             }
-            None if Own::is_by_stream() => way_of_stream(container, stream_of(stream, per_thread)),
             _ => Way::Free,
         },
         Gate::Open => Way::Free,
         Gate::Refused(refused) => Way::Refused(refused),
     }
-}
-
-/// The way of a launch on a thread without a current context, where there are several cards.
-#[cold]
-#[inline(never)]
-fn way_of_stream(container: &'static Container, stream: Handle) -> Way {
-    let _entered = Entered::of(stream);
-    match Own::current(container) {
-        Some(lane) if PACER.has_to_pay(&lane, || stream, &Driver) => Way::Pays(lane),
-        _ => Way::Free,
-    }
-}
-
-/// The context of a stream, which is current until this is dropped where the thread has none: the driver lets such a thread
-/// launch what needs no context of its own (`CUkernel`) if it names a stream.
-struct Entered(bool);
-
-impl Entered {
-    fn of(stream: Handle) -> Self {
-        Self(Driver.context() == 0 && enter(stream).is_some())
-    }
-}
-
-impl Drop for Entered {
-    fn drop(&mut self) {
-        let pop = if self.0 {
-            function!(cuCtxPopCurrent_v2: unsafe extern "C" fn(*mut CUcontext) -> CUresult)
-        } else {
-            None
-        };
-        if let Some(pop) = pop {
-            let mut context = null_mut();
-            // SAFETY: takes off the context that was put on.
-            let _ = unsafe { pop(&raw mut context) };
-        }
-    }
-}
-
-#[cold]
-fn enter(stream: Handle) -> Option<()> {
-    let ask = function!(cuStreamGetCtx: unsafe extern "C" fn(CUstream, *mut CUcontext) -> CUresult)?;
-    let push = function!(cuCtxPushCurrent_v2: unsafe extern "C" fn(CUcontext) -> CUresult)?;
-    let mut context = null_mut();
-    // SAFETY: the stream that the program launches into, and a place for the answer.
-    if !unsafe { ask(with_exposed_provenance_mut(stream), &raw mut context) }.is_ok() {
-        return None;
-    }
-    // SAFETY: the context of a live stream.
-    unsafe { push(context) }.is_ok().then_some(())
 }
 
 /// Calls the driver when the launch's time has come. A macro, so that what only some launches need is made where they need
@@ -123,9 +71,7 @@ macro_rules! launch {
                     None => pay(lane, &$request),
                 };
                 if paid.is_sample() {
-                    let request = $request;
-                    let _entered = Entered::of(request.stream);
-                    PACER.measured(&lane, &request, paid, &Driver, move || $call)
+                    measured(lane, &$request, paid, move || $call)
                 } else {
                     let result = $call;
                     if !result.is_ok() {
@@ -147,8 +93,12 @@ fn pay_known(lane: Own<'static>, key: Key) -> Option<Paid> {
 /// Waits until a launch may go.
 #[cold]
 fn pay(lane: Own<'static>, request: &Request) -> Paid {
-    let _entered = Entered::of(request.stream);
-    PACER.pay(&lane, request, &Driver)
+    PACER.pay(&lane, request, &Driver::at(request.stream))
+}
+
+#[cold]
+fn measured(lane: Own<'static>, request: &Request, paid: Paid, call: impl FnOnce() -> CUresult) -> CUresult {
+    PACER.measured(&lane, request, paid, &Driver::at(request.stream), call)
 }
 
 #[cold]
@@ -254,8 +204,8 @@ kernels_ex! {
     kernel_ex_ptsz, true;
 }
 
-/// `cuLaunchCooperativeKernelMultiDevice` (until CUDA 12): pays on every card of the container, and is measured on the current
-/// one as a launch of its first kernel.
+/// `cuLaunchCooperativeKernelMultiDevice` (until CUDA 12): pays on every card of the container, and is measured on the card of
+/// its first stream as a launch of its first kernel.
 pub(crate) unsafe fn cooperative_multi_device(
     real: unsafe extern "C" fn(*mut LaunchParams, c_uint, c_uint) -> CUresult,
     launches: *mut LaunchParams,
@@ -268,9 +218,9 @@ pub(crate) unsafe fn cooperative_multi_device(
     let Some(first) = (unsafe { launches.as_ref() }).filter(|_| count > 0) else { return call() };
     let request = kernel_request(first.function, first.grid, first.block, first.stream, false);
     if let Gate::Limited(container) = container::gate() {
-        let current = Own::current(container).map(|lane| lane.index());
+        let current = Own::of(container, first.stream.expose_provenance()).map(|lane| lane.index());
         for lane in Own::all(container).filter(|lane| Some(lane.index()) != current) {
-            PACER.admit_only(&lane, &request, &Driver);
+            PACER.admit_only(&lane, &request, &Driver::HERE);
         }
     }
     launch!(request.key, request, first.stream, false, call())

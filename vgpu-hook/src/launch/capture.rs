@@ -158,7 +158,7 @@ fn less(word: &AtomicU32) -> bool {
 fn begin(stream: Handle, graphics: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     let captures = &PACER.captures;
     let device = current_device().unwrap_or(-1);
-    captures.add(Capture { stream, context: Driver.context(), device, graphics });
+    captures.add(Capture { stream, context: Driver::HERE.context(), device, graphics });
     let result = real();
     if result.is_ok() {
         captures.began(stream);
@@ -172,7 +172,7 @@ fn begin(stream: Handle, graphics: bool, real: impl FnOnce() -> CUresult) -> CUr
 fn end(stream: Handle, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = real();
     // Any stream of a capture but the one that it began on is refused, and so is another thread: then it goes on.
-    if result.is_ok() || !Driver.capturing(stream) {
+    if result.is_ok() || !Driver::HERE.capturing(stream) {
         PACER.captures.end(stream, false);
     }
     result

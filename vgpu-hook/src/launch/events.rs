@@ -13,8 +13,10 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
 use mullion_pace::{Key, Measurement, Progress, Sample};
 
+use super::calls::PER_THREAD;
 use crate::cuda::{CUcontext, CUdevice, CUenum, CUevent, CUresult, CUstream};
 use crate::driver::function;
+use crate::memory;
 use crate::sys::clock;
 
 /// An address as the driver's handles are.
@@ -46,9 +48,26 @@ pub(crate) trait Events {
     fn resident_threads(&self) -> Option<u64>;
 }
 
-/// The driver itself.
+/// The driver itself, with the current context, or another one that is made the current one for a question.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Driver;
+pub(crate) struct Driver {
+    /// 0 = the current one.
+    other: Handle,
+}
+
+impl Driver {
+    pub(crate) const HERE: Self = Self { other: 0 };
+
+    /// With the context that `stream` belongs to: no other one's events can be recorded in it.
+    pub(super) fn at(stream: Handle) -> Self {
+        let other = context_of(stream).filter(|context| *context != Self::HERE.context());
+        Self { other: other.unwrap_or(0) }
+    }
+
+    fn within<T>(self, ask: impl FnOnce() -> Option<T>) -> Option<T> {
+        if self.other == 0 { ask() } else { memory::within(self.other as u64, ask) }
+    }
+}
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 const RELAXED: CUenum = 2;
@@ -63,6 +82,9 @@ impl Events for Driver {
     }
 
     fn context(&self) -> Handle {
+        if self.other != 0 {
+            return self.other;
+        }
         let mut context = null_mut();
         let Some(get) = function!(cuCtxGetCurrent: unsafe extern "C" fn(*mut CUcontext) -> CUresult) else {
             return 0;
@@ -75,15 +97,20 @@ impl Events for Driver {
     fn create(&self) -> Option<Handle> {
         let create = function!(cuEventCreate: unsafe extern "C" fn(*mut CUevent, c_uint) -> CUresult)?;
         let mut event = null_mut();
-        // SAFETY: a place for the answer.
-        unsafe { create(&raw mut event, 0) }.is_ok().then(|| event.expose_provenance())
+        self.within(|| {
+            // SAFETY: a place for the answer.
+            unsafe { create(&raw mut event, 0) }.is_ok().then(|| event.expose_provenance())
+        })
     }
 
     fn record(&self, event: Handle, stream: Handle) -> bool {
-        function!(cuEventRecord: unsafe extern "C" fn(CUevent, CUstream) -> CUresult).is_some_and(|record| {
-            // SAFETY: an event of ours and the stream that the program launches into.
-            unsafe { record(with_exposed_provenance_mut(event), with_exposed_provenance_mut(stream)) }.is_ok()
-        })
+        let Some(record) = function!(cuEventRecord: unsafe extern "C" fn(CUevent, CUstream) -> CUresult)
+        else {
+            return false;
+        };
+        let (event, stream) = (with_exposed_provenance_mut(event), with_exposed_provenance_mut(stream));
+        // SAFETY: an event of ours and the stream that the program launches into.
+        self.within(|| unsafe { record(event, stream) }.is_ok().then_some(())).is_some()
     }
 
     fn query(&self, event: Handle) -> Query {
@@ -91,9 +118,9 @@ impl Events for Driver {
             return Query::Failed;
         };
         // SAFETY: an event of ours, in a context that lives.
-        match unsafe { query(with_exposed_provenance_mut(event)) } {
-            CUresult::SUCCESS => Query::Done,
-            NOT_READY => Query::NotYet,
+        match self.within(|| Some(unsafe { query(with_exposed_provenance_mut(event)) })) {
+            Some(CUresult::SUCCESS) => Query::Done,
+            Some(NOT_READY) => Query::NotYet,
             _ => Query::Failed,
         }
     }
@@ -104,9 +131,7 @@ impl Events for Driver {
         let mut ms = 0.0_f32;
         let (start, stop) = (with_exposed_provenance_mut(start), with_exposed_provenance_mut(stop));
         // SAFETY: two events of ours that have happened.
-        if !unsafe { elapsed(&raw mut ms, start, stop) }.is_ok() {
-            return None;
-        }
+        self.within(|| unsafe { elapsed(&raw mut ms, start, stop) }.is_ok().then_some(()))?;
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
@@ -140,7 +165,7 @@ impl Events for Driver {
     }
 
     fn resident_threads(&self) -> Option<u64> {
-        let device = current_device()?;
+        let device = self.within(current_device)?;
         let attribute = function!(
             cuDeviceGetAttribute: unsafe extern "C" fn(*mut c_int, CUenum, CUdevice) -> CUresult
         )?;
@@ -164,6 +189,18 @@ pub(super) fn current_device() -> Option<CUdevice> {
     let mut device = -1;
     // SAFETY: a place for the answer.
     unsafe { current(&raw mut device) }.is_ok().then_some(device)
+}
+
+/// The context of a stream that the program made; the default ones are the current context's.
+pub(super) fn context_of(stream: Handle) -> Option<Handle> {
+    if stream <= PER_THREAD {
+        return None;
+    }
+    let ask = function!(cuStreamGetCtx: unsafe extern "C" fn(CUstream, *mut CUcontext) -> CUresult)?;
+    let mut context = null_mut();
+    // SAFETY: the stream that the program launches into, and a place for the answer.
+    let result = unsafe { ask(with_exposed_provenance_mut(stream), &raw mut context) };
+    Some(context.expose_provenance()).filter(|context| result.is_ok() && *context != 0)
 }
 
 /// Cards that this process sees.

@@ -1,5 +1,6 @@
 //! What a launch on one card has to do with: the card's words in the two files.
 
+use core::ptr::with_exposed_provenance_mut;
 use core::sync::atomic::Ordering::Relaxed;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
@@ -7,9 +8,11 @@ use mullion_pace::policy::{self, JUST_LAUNCHED, Policy};
 use mullion_pace::{Bucket, Terms};
 
 use super::PACER;
-use super::events::{current_device, device_count};
+use super::calls::PER_THREAD;
+use super::events::{Handle, context_of, current_device, device_count};
 use super::pacer::STAMP_EVERY;
 use crate::container::{Card, CardWords, Container, HamiTail, Page, PageCard};
+use crate::memory;
 
 /// A card of the container, as a launch sees it.
 pub(crate) trait Lane: Copy {
@@ -136,19 +139,35 @@ fn current(container: &Container) -> Option<&Card> {
     }
 }
 
-/// The current card where there is a choice, and a launch has to do with it.
+/// The card that a launch into `stream` runs on: the stream's, whatever is current. The driver lets a thread launch there that
+/// has no current context, or another card's.
+fn card_of(container: &Container, stream: Handle) -> Option<&Card> {
+    if stream <= PER_THREAD {
+        return current(container);
+    }
+    let card = match context_of(stream) {
+        Some(context) => memory::card_of_context(container, context as u64),
+        // The driver does not say it of a green context's.
+        None => memory::device_by_stream(with_exposed_provenance_mut(stream))
+            .and_then(|device| container.card(device)),
+    };
+    card.or_else(|| current(container))
+}
+
+/// A launch's card where there is a choice, and the launch has to do with it.
 #[inline(never)]
-fn chosen(container: &Container, choice: u8) -> Option<&Card> {
+fn chosen(container: &Container, choice: u8, stream: Handle) -> Option<&Card> {
     match choice {
         NO_SHARES if CALM.lets_pass(container.page, container.hami()) => None,
-        NO_SHARES => look(container),
-        _ => only(container),
+        NO_SHARES => look(container, stream),
+        SHARES => card_of(container, stream),
+        _ => only(container, stream),
     }
 }
 
-/// Finds out whether there is a choice of cards; the current one.
+/// Finds out whether there is a choice of cards; the launch's one.
 #[cold]
-fn only(container: &Container) -> Option<&Card> {
+fn only(container: &Container, stream: Handle) -> Option<&Card> {
     let mut cards = container.cards();
     let only = cards.next().filter(|_| cards.next().is_none() && device_count() == Some(1));
     let choice = if has_shares(container) { SHARES } else { NO_SHARES };
@@ -159,7 +178,7 @@ fn only(container: &Container) -> Option<&Card> {
         FIRST.store(device.cast_unsigned() << 8 | u32::from(card.index), Relaxed);
     }
     ONLY.store(only.map_or(choice, |card| card.index), Relaxed);
-    only.or(current)
+    only.or_else(|| card_of(container, stream))
 }
 
 fn has_shares(container: &Container) -> bool {
@@ -168,12 +187,12 @@ fn has_shares(container: &Container) -> bool {
 
 /// A launch has to do with its card, where there is a choice and no card has a share.
 #[cold]
-fn look(container: &Container) -> Option<&Card> {
+fn look(container: &Container, stream: Handle) -> Option<&Card> {
     if has_shares(container) {
         // Limits by hand can be others in a forked child.
         ONLY.store(SHARES, Relaxed);
     }
-    let card = container.current_card()?;
+    let card = card_of(container, stream)?;
     if CALM.look(container.page.heartbeat.load(Relaxed)) {
         PACER.stamp_next(card.index);
     }
@@ -227,23 +246,23 @@ impl Calm {
 }
 
 impl<'a> Own<'a> {
-    /// The lane of the current card, where that is one of the container's and a launch has to do with it. The driver is
-    /// asked only where there is a choice.
-    #[inline]
+    /// The lane of the current card, where that is one of the container's and a launch would have to do with it.
     pub(crate) fn current(container: &'a Container) -> Option<Self> {
+        Self::of(container, 0)
+    }
+
+    /// The lane of the card that a launch into `stream` runs on, where that is one of the container's and the launch has to do
+    /// with it. The driver is asked only where there is a choice.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call here costs as much as all that it does")]
+    pub(crate) fn of(container: &'a Container, stream: Handle) -> Option<Self> {
         let only = ONLY.load(Relaxed);
         let card = match only {
-            SHARES => current(container),
-            NO_SHARES | NOT_ASKED => chosen(container, only),
+            SHARES if stream <= PER_THREAD => current(container),
+            SHARES | NO_SHARES | NOT_ASKED => chosen(container, only, stream),
             index => container.card_at(index),
         };
         card.map(|card| Self { container, card })
-    }
-
-    /// Whether a launch for which there is no current card has to do with one all the same: its stream's.
-    #[inline]
-    pub(crate) fn is_by_stream() -> bool {
-        ONLY.load(Relaxed) == SHARES
     }
 
     /// The lanes of all cards.

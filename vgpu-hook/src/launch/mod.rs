@@ -50,7 +50,7 @@ impl Ending {
             card: card.into(),
             gone: false,
         };
-        PACER.sampler.hold(ending.context, ending.card, &events::Driver, |ended| {
+        PACER.sampler.hold(ending.context, ending.card, &events::Driver::HERE, |ended| {
             if let Some(lane) = ending.lane(ended.card) {
                 PACER.enter(&lane, &ended);
             }
@@ -89,6 +89,6 @@ pub(crate) fn functions_gone() {
 /// The program waited for what it had launched: what is known of that now is entered.
 pub(crate) fn settle(container: &'static Container) {
     if let Some(lane) = Own::current(container) {
-        PACER.poll(&lane, &events::Driver);
+        PACER.poll(&lane, &events::Driver::HERE);
     }
 }

@@ -174,6 +174,13 @@ pub(super) fn another_context(container: &Container, card: &Card, context: u64) 
     found
 }
 
+/// The card of a context.
+pub(crate) fn card_of_context(container: &Container, context: u64) -> Option<&Card> {
+    // Hardly a process has several on one card: then nobody need be asked.
+    let only = container.cards().find(|card| container.books.contexts.only(card) == context);
+    only.or_else(|| container.card(looks::device_of(context)?))
+}
+
 pub(super) fn card_of(device: CUdevice) -> Result<(&'static Container, &'static Card), Pass> {
     let container = counted()?;
     Ok((container, container.card(device).ok_or(Pass::Driver)?))

@@ -78,7 +78,7 @@ pub(super) fn device_of(context: u64) -> Option<CUdevice> {
 }
 
 /// Asks with a context as the current one.
-fn within<T>(context: u64, ask: impl FnOnce() -> Option<T>) -> Option<T> {
+pub(crate) fn within<T>(context: u64, ask: impl FnOnce() -> Option<T>) -> Option<T> {
     let push = driver::function!(cuCtxPushCurrent_v2: unsafe extern "C" fn(CUcontext) -> CUresult)?;
     let pop = driver::function!(cuCtxPopCurrent_v2: unsafe extern "C" fn(*mut CUcontext) -> CUresult)?;
     let context = with_exposed_provenance_mut(usize::try_from(context).ok()?);

@@ -65,6 +65,7 @@ pub(crate) use graphs::*;
 pub(crate) use green_contexts::*;
 pub(crate) use legacy::*;
 pub(crate) use linear::*;
+pub(crate) use looks::within;
 pub(crate) use modules::*;
 pub(crate) use pooled::*;
 pub(crate) use views::*;

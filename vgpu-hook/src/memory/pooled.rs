@@ -109,7 +109,7 @@ fn device_of(now: Here, stream: CUstream) -> Option<CUdevice> {
     own.or_else(|| now.container.device(now.card))
 }
 
-fn device_by_stream(stream: CUstream) -> Option<CUdevice> {
+pub(crate) fn device_by_stream(stream: CUstream) -> Option<CUdevice> {
     let own = driver::function!(cuStreamGetDevice: unsafe extern "C" fn(CUstream, *mut CUdevice) -> CUresult);
     let mut device = -1;
     match own {

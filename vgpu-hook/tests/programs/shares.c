@@ -1,8 +1,9 @@
 // Launches for some seconds, as fast as it may, and says which part of that time the card was busy, in percent:
 // `shares streams COUNT US` kernels of so many us in so many streams by turns; `shares later 1 US` first 2,000 launches of
-// 3 us, and the figure is of the time from two seconds after those of the same function that are longer began. With `bare` the
-// streams are of the second card, and the thread has no current context. Each kernel is in a context of its own, which is ended
-// at once, with `ending` (made for it) and `reset` (the primary one), and in a graph of its own with `graph`.
+// 3 us, and the figure is of the time from two seconds after those of the same function that are longer began. With `bare` and
+// `other` the streams are of the second card, and the thread has no current context, or the first card's. Each kernel is in a
+// context of its own, which is ended at once, with `ending` (made for it) and `reset` (the primary one), and in a graph of its own
+// with `graph`.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +22,7 @@ res cuCtxSynchronize(void);
 res cuModuleLoadData(void **, const void *);
 res cuModuleGetFunction(void **, void *, const char *);
 res cuStreamCreate(void **, unsigned);
+res cuStreamSynchronize(void *);
 res cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 res cuStreamBeginCapture_v2(void *, int);
 res cuStreamEndCapture(void *, void **);
@@ -36,7 +38,7 @@ static void done(res result, const char *what) {
 }
 
 static void *kernel, *streams[16];
-static int count;
+static int count, card;
 static const char *how;
 
 static double now(void) {
@@ -86,7 +88,7 @@ static void launches(double seconds, int at_once) {
   double begin = now();
   for (long number = 1; now() - begin < seconds; number++) {
     launch(number);
-    if (number % at_once == 0) done(cuCtxSynchronize(), "synchronize");
+    if (number % at_once == 0) done(cuStreamSynchronize(streams[number % count]), "synchronize");
   }
 }
 
@@ -94,14 +96,18 @@ int main(int words, char **word) {
   void *context;
   if (words != 4) return 2;
   how = word[1];
-  int later = !strcmp(how, "later"), card = !strcmp(how, "bare");
+  int later = !strcmp(how, "later"), bare = !strcmp(how, "bare");
+  card = bare || !strcmp(how, "other");
   count = atoi(word[2]);
   done(cuInit(0), "init");
   done(cuDevicePrimaryCtxRetain(&context, card), "context");
   done(cuCtxSetCurrent(context), "current");
   load();
   for (int i = 0; i < count; i++) done(cuStreamCreate(&streams[i], 1), "stream");
-  if (card) done(cuCtxSetCurrent(0), "no context");
+  if (card) {
+    done(cuDevicePrimaryCtxRetain(&context, 0), "the other context");
+    done(cuCtxSetCurrent(bare ? 0 : context), "the other one");
+  }
   u64 ns = strtoull(word[3], 0, 10) * 1000;
   if (later) {
     fake_cuda_set_duration("work", 3000);

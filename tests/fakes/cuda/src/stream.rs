@@ -145,6 +145,9 @@ impl Driver {
         let at = fake_state::live::work::now(self.live.region());
         let happened = self.live.is_done(card, mark).then_some(at);
         let known = self.objects.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
+        if known.context != target.context {
+            return Err(Code::INVALID_HANDLE);
+        }
         known.capture = target.capture;
         if target.capture.is_none() {
             known.record = Some(Record { card, mark, at, happened });
