@@ -214,7 +214,7 @@ pub(super) struct Calm {
 
 /// See [`Calm::close`].
 const CLOSE: u32 = 32;
-/// As [`STAMP_EVERY`]: of two cards that are used in turns each gets its stamp.
+/// As [`STAMP_EVERY`]: of cards that are used in turns each gets its stamp.
 const PASS: u32 = STAMP_EVERY - 1;
 
 impl Calm {

@@ -43,8 +43,12 @@ struct Local {
     /// Launches that may pass until the stamps are looked at.
     left: AtomicU32,
     beat: AtomicU64,
-    /// Charged, not yet added to the container's word; less than 0 where more was given back.
-    spent_ns: AtomicI64,
+    /// What launches were charged when they went, in all. It goes round.
+    charged_ns: AtomicI64,
+    /// What was charged more since, in all, or less.
+    corrected_ns: AtomicI64,
+    /// What was added of both to the container's word.
+    told_ns: AtomicI64,
     /// Threads that the card can hold at once, 0 = not asked yet.
     resident: AtomicU64,
     /// The clock when it was last read.
@@ -56,7 +60,23 @@ struct Local {
 impl Local {
     #[inline]
     fn spent(&self, ns: u64) {
-        self.spent_ns.store(self.spent_ns.load(Relaxed).saturating_add_unsigned(ns), Relaxed);
+        self.charged_ns.store(self.charged_ns.load(Relaxed).wrapping_add_unsigned(ns), Relaxed);
+    }
+
+    fn corrected(&self, ns: i64) {
+        self.corrected_ns.fetch_add(ns, Relaxed);
+    }
+
+    /// What is to be added to the container's word. That only grows: what was given back is made up for first.
+    fn untold_ns(&self) -> u64 {
+        let (charged, told) = (self.charged_ns.load(Relaxed), self.told_ns.load(Relaxed));
+        let spent = charged.wrapping_add(self.corrected_ns.load(Relaxed));
+        let Ok(more @ 1..) = u64::try_from(spent.wrapping_sub(told)) else { return 0 };
+        // Another thread tells it.
+        if self.told_ns.compare_exchange(told, spent, Relaxed, Relaxed).is_err() {
+            return 0;
+        }
+        more
     }
 }
 
@@ -106,7 +126,9 @@ impl Pacer {
                 Local {
                     left: AtomicU32::new(0),
                     beat: AtomicU64::new(0),
-                    spent_ns: AtomicI64::new(0),
+                    charged_ns: AtomicI64::new(0),
+                    corrected_ns: AtomicI64::new(0),
+                    told_ns: AtomicI64::new(0),
                     resident: AtomicU64::new(0),
                     now: AtomicU64::new(0),
                     sampled: AtomicU64::new(0),
@@ -227,7 +249,7 @@ impl Pacer {
         self.costs.refused(key, paid.ns());
         if let Some(terms) = lane.terms() {
             if let Some(local) = self.local.get(lane.index()) {
-                local.spent_ns.fetch_sub(i64::try_from(paid.ns()).unwrap_or(0), Relaxed);
+                local.corrected(i64::try_from(paid.ns()).map_or(0, i64::wrapping_neg));
             }
             lane.bucket().settle(clock::coarse_ns(), paid.ns(), 0, terms);
         }
@@ -260,7 +282,6 @@ impl Pacer {
         if quiet && beat == local.beat.load(Relaxed) && left != 0 {
             local.left.store(left - 1, Relaxed);
         } else {
-            local.left.store(STAMP_EVERY - 1, Relaxed);
             local.beat.store(beat, Relaxed);
             renew(lane, local);
         }
@@ -397,7 +418,7 @@ impl Pacer {
 
     fn correct(&self, lane: &impl Lane, correction: Correction) {
         if let (Some(terms), Some(local)) = (lane.terms(), self.local.get(lane.index())) {
-            local.spent_ns.fetch_add(correction.charge_ns(), Relaxed);
+            local.corrected(correction.charge_ns());
             lane.bucket().correct(clock::coarse_ns(), correction, terms);
         }
     }
@@ -434,15 +455,14 @@ fn pass_gate(lane: &impl Lane) -> Option<u64> {
 
 #[cold]
 fn renew(lane: &impl Lane, local: &Local) {
+    local.left.store(STAMP_EVERY - 1, Relaxed);
     let _ = pass_gate(lane);
     // The next launch looks at the clock: who pays little for what takes long now could go on by an old one for long, and it
     // is those that pay by the clock of which one is measured from time to time.
     local.now.store(0, Relaxed);
-    // The container's word only grows: what was given back is made up for first.
-    let spent = local.spent_ns.load(Relaxed);
-    if let Ok(ns @ 1..) = u64::try_from(spent) {
-        local.spent_ns.fetch_sub(spent, Relaxed);
-        lane.words().spent_ns.fetch_add(ns, Relaxed);
+    let untold_ns = local.untold_ns();
+    if untold_ns != 0 {
+        lane.words().spent_ns.fetch_add(untold_ns, Relaxed);
     }
     let recent = &lane.tail().recent_kernel;
     let value = recent.load(Relaxed);

@@ -226,12 +226,13 @@ fn without_a_share_on_any_card_the_card_is_only_asked_for_where_a_stamp_is_due()
     assert_eq!(launch(), None);
     files.tail.recent_kernel.store(GATED, Relaxed);
     assert_eq!(launch(), Some(true));
-    // Of two cards by turns each gets stamps.
-    let seen: Vec<usize> = (0..1000).filter(|_| launch().is_some()).collect();
-    assert!(
-        [0, 1].iter().all(|card| seen.iter().filter(|launch| *launch % 2 == *card).count() >= 7),
-        "{seen:?}"
-    );
+    // Of cards by turns each gets stamps.
+    for cards in 2..=9 {
+        let mut seen: Vec<usize> = (0..1000).filter(|_| launch().is_some()).map(|at| at % cards).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), cards, "{seen:?}");
+    }
 }
 
 #[test]
@@ -551,4 +552,46 @@ fn what_is_launched_once_a_step_is_found_out_too() {
     });
     let steps = steps.count();
     assert!(steps <= 80, "{steps}");
+}
+
+#[test]
+fn no_charge_is_counted_twice_however_many_threads_launch() {
+    const LAUNCHES: u64 = 50_000;
+    let files: &'static Files = Box::leak(Files::new(99));
+    let pacer: &'static Pacer = Box::leak(pacer(Some(1_000)));
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let fake = Fake::new(1_000);
+                for _ in 0..LAUNCHES {
+                    // All of it has time, and is told at once.
+                    files.words.tat.store(0, Relaxed);
+                    files.page.heartbeat.fetch_add(1, Relaxed);
+                    let _ = pacer.launch(&files.lane(None), &request(), &fake, || CUresult::SUCCESS);
+                }
+            });
+        }
+    });
+    let spent = files.words.spent_ns.load(Relaxed);
+    assert!(spent <= 4 * LAUNCHES * 1_000, "{spent}");
+}
+
+/// Its limit was lifted while it waited: it was neither charged nor counted.
+#[test]
+fn what_paid_nothing_is_not_given_back() {
+    let (files, pacer, fake) = (Files::new(50), pacer(Some(MS)), Fake::new(MS));
+    let lane = files.lane(None);
+    let quote = || pacer.costs.quote(request().key, true, || 0, || Progress::None);
+    // To the one that is measured, which says how many were counted.
+    let before = loop {
+        let next = quote();
+        if next.sample == Sample::Chance {
+            break next;
+        }
+        pacer.costs.book(&next);
+    };
+    files.page.cards[0].rate.store(0, Relaxed);
+    let paid = pacer.pay(&lane, &request(), &fake);
+    pacer.give_back(&lane, request().key, paid);
+    assert_eq!(quote(), before);
 }
