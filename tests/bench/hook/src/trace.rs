@@ -103,9 +103,9 @@ pub fn instructions(program: &mut Program, call: Call, count: u32) -> Result<Ins
         }
         ptrace::step(pid, None)?;
         match waitpid(pid, None)? {
-            // The second point is a breakpoint and no step.
+            // The second point is a breakpoint, and no step: neither to the next instruction nor over a system call.
             WaitStatus::Stopped(_, Signal::SIGTRAP) => {
-                if ptrace::getsiginfo(pid)?.si_code != libc::TRAP_TRACE {
+                if ptrace::getsiginfo(pid)?.si_code == libc::SI_KERNEL {
                     break;
                 }
             }

@@ -33,7 +33,7 @@ fn program(container: &Container) -> Program {
 ///
 /// More than [`ROOM`] above fails: find out what made the call longer. Where it is worth it, or where fewer are
 /// needed now (which fails as well, so that what was gained is kept), write down the number that the failure names.
-const INSTRUCTIONS: [u64; 7] = [366, 602, 147, 92, 84, 272, 301];
+const INSTRUCTIONS: [u64; 7] = [366, 602, 147, 92, 92, 261, 289];
 /// Difference that is let through, in percent: what another version of the compiler may do.
 const ROOM: u64 = 5;
 
