@@ -200,8 +200,8 @@ pub fn carried_over(world: &World) -> Vec<Entry> {
 }
 
 /// Rows that may have been lost on their way into the log: their writer was killed, or the log took none. `open` is what
-/// the log says is held; `world` knows better once the API server has listed its allocations. Each row has a key, so that
-/// one that the log has adds nothing.
+/// the log says is held; `world` knows better once the API server has listed its allocations. Of rows that have a key one
+/// that the log has adds nothing; of the others `open` says what it has.
 #[must_use]
 pub fn missed(world: &World, open: &BTreeMap<String, HeldAllocation>) -> Vec<Entry> {
     let mut events = Vec::new();
@@ -211,6 +211,12 @@ pub fn missed(world: &World, open: &BTreeMap<String, HeldAllocation>) -> Vec<Ent
             Some(standing) => voided(fact, &standing),
             None => None,
         });
+        let told = open.get(fact.uid.as_str()).map(|held| &held.containers);
+        let is_told = |grant: &&Grant| {
+            told.and_then(|containers| containers.get(&grant.container)).is_some_and(|c| c.grant.is_some())
+        };
+        let untold = world.grants_of(&fact.uid).filter(|grant| !is_told(grant));
+        events.extend(untold.filter_map(|grant| prepared(fact, grant)));
         if fact.init_done {
             events.push(Event::InitDone { allocation: allocation_ref(fact), pod: pod_ref(&fact.pod) });
         }

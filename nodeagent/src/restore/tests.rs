@@ -227,6 +227,8 @@ async fn with_state_and_log_lost_grants_are_taken_from_the_allocations() {
     assert_eq!(kept, shared.read(|w| w.grants.values().cloned().collect::<Vec<_>>()));
     assert_eq!((kept[0].pod.as_str(), kept[0].container.as_str()), ("pod-a", "main"));
     assert_eq!(state.get(Key::Rebuild).await.unwrap(), Some(Rebuild::Done));
+    let told = audit.held(&settings.node).await.unwrap().grants;
+    assert_eq!(told, kept, "the new log names them as well");
 }
 
 /// A driver that holds on to a dead process may do so for longer than an agent lives.
