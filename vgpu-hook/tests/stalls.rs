@@ -141,6 +141,17 @@ fn what_is_freed_beside_an_array_is_not_taken_for_its_doing() {
     }
 }
 
+/// Beside a free that waits one array goes and one comes: of the two one answer is not believed, and it is charged for.
+#[test]
+#[ignore = "needs the built library"]
+fn an_answer_that_is_not_believed_is_charged_for() {
+    let mut place = Place::new().limited(512 * MIB);
+    place.set("FAKE_CUDA_SLOW", "cuMemFree_v2:1:1900000");
+    place.set("FAKE_CUDA_LATE", "cuArray3DCreate_v2:1000000,cuMemFree_v2:4000000");
+    let told = told(&place, &["credit"]);
+    assert!(told["charged"] >= told["given"], "{told:?}");
+}
+
 /// An array's end that waits at the driver holds up no other array.
 #[test]
 #[ignore = "needs the built library"]

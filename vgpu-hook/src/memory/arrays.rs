@@ -523,8 +523,11 @@ fn destroy_small(
     let result = real();
     container::fault_point();
     if is_gone(result) {
-        let given_back =
-            if result.is_ok() { blocks_of(&looking, card, looking.change(look(), before), 0) } else { None };
+        let Group { count, blocks, .. } = container.books.small_arrays.group(card);
+        // Where each has a block, one goes whatever is believed: then no answer is passed over that a later one could be believed for.
+        let is_told = |change: &Change| blocks < count || change.alone().is_some();
+        let change = if result.is_ok() { looking.change(look(), before).filter(is_told) } else { None };
+        let given_back = blocks_of(&looking, card, change, 0);
         small_is_gone(container, card, entry.size, given_back);
     }
     result

@@ -1,7 +1,7 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
 // `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`, `stall refusals`,
-// `stall kept`. Compiled with -DLIBRARY it is a library
+// `stall kept`, `stall credit`. Compiled with -DLIBRARY it is a library
 // whose constructor makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -197,6 +197,23 @@ static void array_when_a_free_ends(int is_end, int is_first) {
   if (!is_first) must(cuArray3DCreate_v2(&array[6], &small));
   if (is_end) must(cuArrayDestroy(array[4]));
   else must(cuArray3DCreate_v2(&array[7], &longer));
+  pthread_join(first, 0);
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
+}
+
+// One of two arrays in blocks of their own goes beside a free that waits, and one comes that opens a block as the free gives one back.
+static void array_for_another(void) {
+  static const struct array3d half = { 512 << 10, 0, 0, 1, 1, 0 }, whole = { 1 << 20, 0, 0, 1, 1, 0 };
+  void *array[6], *one;
+  pthread_t first;
+  must(cuMemAlloc_v2(&used, 2 << 20));
+  for (int i = 0; i < 6; i++) must(cuArray3DCreate_v2(&array[i], i == 1 || i == 4 ? &whole : &half));
+  for (int i = 0; i < 6; i++)
+    if (i != 1 && i != 4) must(cuArrayDestroy(array[i]));
+  pthread_create(&first, 0, freeing, 0);
+  until("cuMemFree_v2", 1);
+  must(cuArrayDestroy(array[4]));
+  must(cuArray3DCreate_v2(&one, &whole));
   pthread_join(first, 0);
   printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
 }
@@ -469,6 +486,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "gone")) thing_that_is_gone(argv[2], !strcmp(argv[3], "context"));
   else if (!strcmp(argv[1], "queue")) arrays_beside_a_queue();
   else if (!strcmp(argv[1], "refusals")) refusals_beside_a_queue();
+  else if (!strcmp(argv[1], "credit")) array_for_another();
   else if (!strcmp(argv[1], "kept")) heap_that_stays();
   else if (!strcmp(argv[1], "anew")) primary_anew(argv[2]);
   else if (!strcmp(argv[1], "both")) context_and_image(!strcmp(argv[2], "image"));

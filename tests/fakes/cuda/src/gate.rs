@@ -148,11 +148,12 @@ fn wait_in_queue(site: &Site) {
 /// Whether `FAKE_CUDA_LATE` names a call.
 static LATE: AtomicBool = AtomicBool::new(false);
 
-/// `FAKE_CUDA_LATE=SYMBOL:US`: a symbol's calls answer so many microseconds after they have done all.
+/// `FAKE_CUDA_LATE=SYMBOL:US,…`: a symbol's calls answer so many microseconds after they have done all.
 #[cold]
 fn answer_late(site: &Site) {
     let late = std::env::var("FAKE_CUDA_LATE").unwrap_or_default();
-    if let Some((_, us)) = late.split_once(':').filter(|(name, _)| *name == site.name) {
+    let us = late.split(',').filter_map(|one| one.split_once(':')).find(|(name, _)| *name == site.name);
+    if let Some((_, us)) = us {
         std::thread::sleep(Duration::from_micros(us.parse().unwrap_or(0)));
     }
 }

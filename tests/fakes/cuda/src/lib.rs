@@ -58,7 +58,7 @@
 //! | `FAKE_CUDA_VERSION` | CUDA version, 12090 or the state file's |
 //! | `FAKE_CUDA_WAVE_NS` | time of a wave of a kernel whose name says nothing, 2,000 |
 //! | `FAKE_CUDA_SLOW=SYMBOL:N:US` | the N-th call of a symbol takes so many µs before it does anything, as with a full queue |
-//! | `FAKE_CUDA_LATE=SYMBOL:US` | a symbol's calls answer so many µs after they have done all |
+//! | `FAKE_CUDA_LATE=SYMBOL:US,…` | a symbol's calls answer so many µs after they have done all |
 //! | `FAKE_CUDA_LOAD_US` | µs before and after an image's memory is given, in which other threads can call, 0 |
 //! | `FAKE_CUDA_STUB=1` | constant work for `cuMemAlloc_v2`, `cuMemFree_v2`, `cuMemGetInfo_v2`, launches and graph launches, no counting: what benchmarks subtract |
 //! | `FAKE_CUDA_RECURSE=1` | `cuInit` calls entry points through the program's global scope first (HK-03) |
