@@ -8,7 +8,7 @@
 
 use core::ffi::{c_int, c_uint};
 use core::ptr::{null_mut, with_exposed_provenance_mut};
-use core::sync::atomic::Ordering::{AcqRel, Relaxed, Release};
+use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 
 use mullion_pace::{Key, Measurement, Progress, Sample};
@@ -17,7 +17,7 @@ use super::calls::PER_THREAD;
 use crate::cuda::{CUcontext, CUdevice, CUenum, CUevent, CUresult, CUstream};
 use crate::driver::function;
 use crate::memory;
-use crate::sys::clock;
+use crate::sys::{clock, sleep_ns};
 
 /// An address as the driver's handles are.
 pub(crate) type Handle = usize;
@@ -37,6 +37,8 @@ pub(crate) trait Events {
     /// The current context, 0 = none.
     fn context(&self) -> Handle;
     fn create(&self) -> Option<Handle>;
+    /// Destroys an event of `context`, which lives and need not be the current one.
+    fn destroy(&self, event: Handle, context: Handle);
     fn record(&self, event: Handle, stream: Handle) -> bool;
     fn query(&self, event: Handle) -> Query;
     fn elapsed_ns(&self, start: Handle, stop: Handle) -> Option<u64>;
@@ -101,6 +103,15 @@ impl Events for Driver {
             // SAFETY: a place for the answer.
             unsafe { create(&raw mut event, 0) }.is_ok().then(|| event.expose_provenance())
         })
+    }
+
+    fn destroy(&self, event: Handle, context: Handle) {
+        let Some(destroy) = function!(cuEventDestroy_v2: unsafe extern "C" fn(CUevent) -> CUresult) else {
+            return;
+        };
+        // SAFETY: an event of ours, which nobody else has any more.
+        let _ =
+            Self { other: context }.within(|| Some(unsafe { destroy(with_exposed_provenance_mut(event)) }));
     }
 
     fn record(&self, event: Handle, stream: Handle) -> bool {
@@ -217,6 +228,11 @@ const FLYING: u32 = 2;
 /// As those two, of a context that may be ending.
 const FREE_HELD: u32 = 3;
 const FLYING_HELD: u32 = 4;
+/// Another context takes the place: who ends the one that it is of waits until its events are destroyed.
+const LEFT: u32 = 5;
+
+/// Between two looks at a place that is [`LEFT`]: about as long as that takes.
+const LEFT_NS: u64 = 10_000;
 
 /// One measurement, or the place for one. Its events stay for the next in the same context.
 #[derive(Debug)]
@@ -277,11 +293,26 @@ impl Slot {
     }
 
     fn take(&self, from: u32) -> bool {
-        self.state.compare_exchange(from, TAKEN, AcqRel, Relaxed).is_ok()
+        self.change(from, TAKEN)
+    }
+
+    fn change(&self, from: u32, to: u32) -> bool {
+        self.state.compare_exchange(from, to, AcqRel, Relaxed).is_ok()
     }
 
     fn put(&self, state: u32) {
         self.state.store(state, Release);
+    }
+
+    /// Destroys the events of a place that is [`LEFT`], and takes it.
+    fn clear(&self, events: &dyn Events) {
+        let context = self.context.load(Relaxed);
+        relaxed(events, || {
+            events.destroy(self.start.load(Relaxed), context);
+            events.destroy(self.stop.load(Relaxed), context);
+        });
+        self.context.store(0, Relaxed);
+        self.put(TAKEN);
     }
 
     /// Has two events in `context`.
@@ -395,10 +426,9 @@ impl Sampler {
     }
 
     /// A place for a measurement in `context`, taken: one whose events fit, else one without events. Another context's events
-    /// are lost with their place, and what it measures there, so only a context that has no place at all takes one: two
-    /// contexts by turns must not make events for ever, and one that launches no more must not keep the others out. (More contexts
-    /// by turns than there are places do: events of a context that another thread may be ending are not ours to destroy.)
-    fn place(&self, context: Handle) -> Option<&Slot> {
+    /// go with their place, and what it measures there, so only a context that has no place at all takes one: two contexts by
+    /// turns must not make events for ever, and one that launches no more must not keep the others out.
+    fn place(&self, context: Handle, events: &dyn Events) -> Option<&Slot> {
         let free = || self.slots.iter().filter(|s| s.is(FREE));
         if let Some(slot) = free().find(|s| s.is_of(context)).or_else(|| free().find(|s| s.is_of(0))) {
             return Some(slot).filter(|s| s.take(FREE));
@@ -408,7 +438,8 @@ impl Sampler {
         }
         let others = free().next().map(|s| (s, FREE));
         let (slot, state) = others.or_else(|| Some((self.slots.iter().find(|s| s.is(FLYING))?, FLYING)))?;
-        Some(slot).filter(|s| s.take(state))
+        slot.change(state, LEFT).then(|| slot.clear(events))?;
+        Some(slot)
     }
 
     /// Launches by `call` between two events.
@@ -422,7 +453,7 @@ impl Sampler {
         if context == 0 {
             return (call(), Begun::Failed);
         }
-        let Some(slot) = self.place(context) else { return (call(), Begun::NoPlace) };
+        let Some(slot) = self.place(context, events) else { return (call(), Begun::NoPlace) };
         let from = clock::monotonic_ns();
         slot.from.store(from, Relaxed);
         slot.card.store(what.card, Relaxed);
@@ -520,6 +551,9 @@ impl Sampler {
                 ended.into_iter().for_each(&mut settle);
             } else if slot.take(FREE) {
                 slot.put(FREE_HELD);
+            }
+            while slot.state.load(Acquire) == LEFT {
+                sleep_ns(LEFT_NS);
             }
         }
     }

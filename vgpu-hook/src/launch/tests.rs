@@ -3,8 +3,8 @@
 use core::cell::RefCell;
 use core::ffi::c_void;
 use core::ptr::null_mut;
-use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::Relaxed;
+use core::sync::atomic::{AtomicBool, AtomicU32};
 use std::boxed::Box;
 use std::sync::Mutex;
 use std::thread;
@@ -101,6 +101,9 @@ struct Fake {
     context: Handle,
     mode: AtomicU32,
     created: AtomicU32,
+    destroyed: AtomicU32,
+    /// Set while an event is destroyed, for some time.
+    destroying: Option<&'static AtomicBool>,
 }
 
 impl Fake {
@@ -124,6 +127,16 @@ impl Events for Fake {
     fn create(&self) -> Option<Handle> {
         self.say("create");
         Some(self.created.fetch_add(1, Relaxed) as Handle + 100)
+    }
+    fn destroy(&self, _: Handle, context: Handle) {
+        assert!(context != 0 && context != self.context);
+        self.say("destroy");
+        self.destroyed.fetch_add(1, Relaxed);
+        if let Some(destroying) = self.destroying {
+            destroying.store(true, Relaxed);
+            thread::sleep(Duration::from_millis(50));
+            destroying.store(false, Relaxed);
+        }
     }
     fn record(&self, _: Handle, stream: Handle) -> bool {
         assert_eq!(stream, 1);

@@ -146,3 +146,48 @@ fn launches_in_a_context_that_ends_are_paid() {
         assert!(charged >= least && (gone || charged == 0), "{charged}");
     }
 }
+
+/// As of green contexts, of which a card can have more than there are places.
+#[test]
+fn events_of_contexts_that_lose_their_places_are_destroyed() {
+    let pacer = pacer(None);
+    let fakes: Vec<Fake> = (1..=17).map(|context| Fake { context, ..Fake::new(MS) }).collect();
+    for round in 0..100 {
+        for fake in &fakes {
+            let (result, _) = pacer.sampler.measure(&measuring(), fake, || CUresult::SUCCESS);
+            assert!(result.is_ok());
+            // Some are still under way when they lose it.
+            if round % 2 == 0 {
+                pacer.sampler.poll(fake, |_| {});
+            }
+        }
+    }
+    let sum =
+        |count: fn(&Fake) -> &AtomicU32| fakes.iter().map(|fake| count(fake).load(Relaxed)).sum::<u32>();
+    let (made, gone) = (sum(|fake| &fake.created), sum(|fake| &fake.destroyed));
+    assert!(gone > 32 && made - gone <= 32, "{made} events made, {gone} destroyed");
+}
+
+#[test]
+fn who_ends_a_context_waits_for_those_who_destroy_events_in_it() {
+    static DESTROYING: AtomicBool = AtomicBool::new(false);
+    let pacer: &'static Pacer = Box::leak(pacer(None));
+    for context in 1..=16 {
+        let fake = Fake { context, ..Fake::new(MS) };
+        let _ = pacer.sampler.measure(&measuring(), &fake, || CUresult::SUCCESS);
+    }
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let fake = Fake { context: 17, destroying: Some(&DESTROYING), ..Fake::new(MS) };
+            let _ = pacer.sampler.measure(&measuring(), &fake, || CUresult::SUCCESS);
+        });
+        while !DESTROYING.load(Relaxed) {
+            thread::yield_now();
+        }
+        let fake = Fake::new(MS);
+        for context in 1..=16 {
+            pacer.sampler.hold(context, 0, &fake, |_| {});
+        }
+        assert!(!DESTROYING.load(Relaxed));
+    });
+}
