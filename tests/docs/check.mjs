@@ -21,6 +21,10 @@ export function codesIn(source) {
     for (const [, word] of body.matchAll(/(?:=>|\{)\s*"([A-Z][A-Za-z]+)"/g)) codes.add(word);
   }
   for (const [, word] of code.matchAll(/\bcode(?::| =)\s*"([A-Z][A-Za-z]+)"/g)) codes.add(word);
+  const constants = new Map([...code.matchAll(/\bconst ([A-Z_]+): &str = "([A-Z][A-Za-z]+)"/g)].map(([, name, word]) => [name, word]));
+  for (const [, value] of code.matchAll(/\bcode(?::| =)([^,;\n]+)/g)) {
+    for (const [name] of value.matchAll(/\b[A-Z_]+\b/g)) if (constants.has(name)) codes.add(constants.get(name));
+  }
   return codes;
 }
 

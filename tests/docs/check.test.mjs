@@ -28,6 +28,8 @@ mod tests { fn code() { a => "OfATest" } }`;
 #[cfg(test)]
 mod tests { let code = "OfATest"; }`;
   assert.deepEqual([...codesIn(met)], ["InAField", "InAName"]);
+  const named = 'const GONE: &str = "Gone";\nconst NAME: &str = "Other";\nlet row = Row { code: if held { GONE } else { LEFT }.to_owned(), name: NAME };';
+  assert.deepEqual([...codesIn(named)], ["Gone"]);
   assert.deepEqual([...codesIn('impl Policy {\n    fn as_str(self) {\n        X => "Word",\n    }\n}')], []);
 });
 
