@@ -446,6 +446,21 @@ fn small_images_are_charged_by_the_blocks_that_they_have_together() {
     session.end();
 }
 
+/// Without a context nothing of an image is in use, though there is nobody to say so.
+#[test]
+#[ignore = "needs the built library"]
+fn the_last_context_leaves_nothing_of_its_images_to_a_library() {
+    let place = Place::new().limited(512 * MIB);
+    std::fs::remove_file(place.path("libnvidia-ml.so.1")).unwrap();
+    let mut session = place.ready();
+    session.done("library l 1000000");
+    let library = session.agree("a library");
+    session.done("module m 4000000");
+    session.done("reset-primary 0");
+    assert_eq!(place.hot().cards[0].total, library);
+    session.end();
+}
+
 /// The blocks of images that are unloaded may have images of another context, or libraries, in them.
 #[test]
 #[ignore = "needs the built library"]

@@ -182,7 +182,7 @@ fn nobody_waits_while_what_was_refused_is_taken_back() {
 #[ignore = "needs the built library"]
 fn a_refused_limit_of_a_context_that_cannot_be_set_back_stays_charged() {
     let mut place = Place::new().contexts_of(64).limited(256 * MIB);
-    place.set("FAKE_CUDA_LATE", "cuCtxSetLimit:500000");
+    place.set("FAKE_CUDA_LATE", "cuCtxSetLimit:1500000");
     let told = told(&place, &["kept"]);
     // No more than the limit is told as used.
     assert_eq!((told["charged"], told["given"]), (256 * MIB, 384 * MIB));
@@ -207,6 +207,19 @@ fn a_context_and_an_image_at_once_are_charged_what_both_take() {
         let told = told(&place, &["both", first]);
         assert_eq!((told["charged"], told["given"]), (228 * MIB, 228 * MIB), "{first} first: {load}, {make}");
     }
+}
+
+/// An image's loading is over while a context with images ends, and is measured before that end is. Of what it took nothing was hidden
+/// by what went with the context.
+#[test]
+#[ignore = "needs the built library"]
+fn an_image_is_charged_though_a_context_ends_meanwhile() {
+    let mut place = Place::new().contexts_of(64).limited(1024 * MIB);
+    // Loading takes a little longer than the end of a context waits for it.
+    place.set("FAKE_CUDA_LATE", "cuModuleLoadDataEx:2060000");
+    place.set("FAKE_CUDA_SLOW", "cuCtxDestroy_v2:1:90000");
+    let told = told(&place, &["departure"]);
+    assert_eq!(told["charged"], told["given"]);
 }
 
 /// Of an image that was refused the block stays that another one has got into.

@@ -247,8 +247,8 @@ pub(super) fn make_primary(
     if has_room { Ok(made) } else { Err(CUresult::OUT_OF_MEMORY) }
 }
 
-/// A reference to a card's primary context was given up: charges it no longer if that was the last one, but for what is for
-/// [`Departure::over`], and says so. The lock is held.
+/// A reference to a card's primary context was given up: charges it no longer if that was the last one, and says so. What of
+/// it is in use still is for [`Departure::over`]. The lock is held.
 pub(super) fn primary_left(
     container: &'static Container,
     card: &Card,
@@ -298,7 +298,7 @@ pub(crate) unsafe fn primary_end(
     result
 }
 
-/// A context is gone, and with it what was made in it. What is still charged for its images.
+/// A context is gone, and with it what was made in it. What was charged for its images.
 #[must_use]
 fn gone(container: &'static Container, context: u64, kind: Kind) -> Option<Left> {
     if context == 0 {
@@ -322,7 +322,12 @@ fn gone(container: &'static Container, context: u64, kind: Kind) -> Option<Left>
     let mut left = None;
     books.objects.drain(of_context, |_, entry| {
         if entry.kind == Kind::Images as u8 {
-            left = container.card_at(entry.card).map(|card| Left { card, bytes: Group::charged(&entry) });
+            // As long as those who look know of this call: what stays is put back.
+            left = container.card_at(entry.card).map(|card| {
+                let bytes = Group::charged(&entry);
+                card.memory.free(bytes);
+                Left { card, bytes }
+            });
         } else {
             object_is_gone(container, &entry);
         }

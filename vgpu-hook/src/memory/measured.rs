@@ -477,6 +477,12 @@ impl Measuring {
         }
     }
 
+    /// Calls `what` while nobody looks.
+    pub(super) fn unseen<T>(&self, what: impl FnOnce() -> T) -> T {
+        let _held = self.lock.lock();
+        what()
+    }
+
     fn under_way(&self, card: &Card) -> Option<&UnderWay> {
         self.cards.get(usize::from(card.index))
     }

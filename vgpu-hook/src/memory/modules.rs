@@ -112,7 +112,7 @@ fn group_of(kind: Kind, context: u64, card: &Card) -> (u64, u64) {
     }
 }
 
-/// Changes the group of an image; what it was and is. Nobody else looks, so nobody else changes it.
+/// Changes the group of an image; what it was and is. Nobody else looks meanwhile, so nobody else changes it.
 fn change(
     container: &Container,
     card: &Card,
@@ -180,7 +180,7 @@ fn take_off(container: &Container, card: &Card, (key, _): (u64, u64)) {
     }
 }
 
-/// What is charged for the images that went with a context.
+/// What was charged for the images that went with a context.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     pub(super) card: &'static Card,
@@ -211,19 +211,24 @@ impl Departure {
         begun
     }
 
-    /// To be called when all that went is off the books but for `left`, and nobody is told any more that the driver is asked.
+    /// To be called when all that went is off the books, and nobody is told any more that the driver is asked. Puts back what
+    /// is in use still of `left`, unless another measurement has ended before and was charged for that.
     pub(super) fn over(mut self, left: Option<Left>) {
         let Some(Left { card, bytes }) = left else { return };
         let settle = |taken: Option<Taken>| {
-            // What was not seen to go may be under others still.
-            let seen = taken.filter(|taken| taken.trust != Trust::Busy);
-            let given_back = seen.map_or(0, |taken| taken.less(bytes));
-            let left = bytes - given_back;
-            card.memory.free(given_back + hand_on(self.container, card, self.key, left));
+            let stayed = match taken.filter(|taken| taken.trust != Trust::Busy) {
+                // Without a context nothing does.
+                _ if any_context(self.container, card).is_none() => 0,
+                Some(taken) => taken.more(bytes),
+                // What was not seen to go may be under others still.
+                None => bytes,
+            };
+            card.memory.force(stayed);
+            card.memory.free(hand_on(self.container, card, self.key, stayed));
         };
         match self.measurement.take() {
             Some(measurement) => measurement.end(|_, taken| settle(taken)),
-            None => settle(None),
+            None => self.container.books.measuring.unseen(|| settle(None)),
         }
     }
 }

@@ -1,7 +1,7 @@
 // What one thread sees while another one is at the driver for long: `stall load`, `stall pool`, `stall sync`, `stall graph`, `stall free`,
 // `stall open LIBRARY`, `stall arrays CARD BYTES`, `stall ends END FIRST`, `stall ended`, `stall refused WHAT`,
 // `stall gone WHAT BY`, `stall queue`, `stall shares BYTES`, `stall both FIRST`, `stall anew WHAT`, `stall refusals`,
-// `stall kept`, `stall credit`. Compiled with -DLIBRARY it is a library
+// `stall kept`, `stall credit`, `stall departure`. Compiled with -DLIBRARY it is a library
 // whose constructor makes a context.
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -322,12 +322,28 @@ static void *unload_late(void *module) {
   return module;
 }
 
-static void *load_late(void *unused) {
-  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, 4096 };
+static void *load_late(void *bytes) {
+  ptr image[8] = { 0x464c457f, 0, 0, 0, 0, (size_t)bytes };
   void *module;
   must(cuCtxSetCurrent(context));
   must(cuModuleLoadDataEx(&module, image, 0, 0, 0));
-  return unused;
+  return bytes;
+}
+
+// A context with an image ends while another image is loaded for long.
+static void context_beside_an_image(void) {
+  void *other;
+  pthread_t first;
+  image(4096);
+  must(cuCtxCreate_v2(&other, 0, 0));
+  image(64 << 20);
+  must(cuCtxSetCurrent(context));
+  pthread_create(&first, 0, load_late, (void *)(100 << 20));
+  until("cuModuleLoadDataEx", 1);
+  usleep(100000);
+  must(cuCtxDestroy_v2(other));
+  pthread_join(first, 0);
+  printf("charged %zu\ngiven %llu\n", charged(), fake_cuda_given(0));
 }
 
 // An image is unloaded, of another context or of the primary one, or has been loaded there and that is not told yet; meanwhile the primary context is ended and made
@@ -337,7 +353,7 @@ static void primary_anew(const char *what) {
   pthread_t first;
   int is_load = !strcmp(what, "load");
   if (!strcmp(what, "other")) must(cuCtxCreate_v2(&other, 0, 0));
-  if (is_load) pthread_create(&first, 0, load_late, 0);
+  if (is_load) pthread_create(&first, 0, load_late, (void *)4096);
   else pthread_create(&first, 0, unload_late, image(4096));
   until(is_load ? "cuModuleLoadDataEx" : "cuModuleUnload", 1);
   usleep(100000);
@@ -488,6 +504,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(argv[1], "refusals")) refusals_beside_a_queue();
   else if (!strcmp(argv[1], "credit")) array_for_another();
   else if (!strcmp(argv[1], "kept")) heap_that_stays();
+  else if (!strcmp(argv[1], "departure")) context_beside_an_image();
   else if (!strcmp(argv[1], "anew")) primary_anew(argv[2]);
   else if (!strcmp(argv[1], "both")) context_and_image(!strcmp(argv[2], "image"));
   else if (!strcmp(argv[1], "shares")) image_in_the_block_of_a_refused_one(atol(argv[2]));
