@@ -34,6 +34,9 @@ const PAUSE_NS: u64 = 100_000;
 pub(super) const LOOK_NS: u64 = 100_000_000;
 /// The same for a while after a look that waited in vain, since whoever it waited for is likely still there.
 pub(super) const LOOK_AFTER_NS: u64 = 1_000_000;
+/// The same for a request. Longer than most calls take: those for whom one waited in vain are known by what they asked for
+/// together, and others may ask for as much.
+const ASK_AFTER_NS: u64 = 10_000_000;
 /// How long a measurement may take that another one waits for: a context is made in less, an image may be compiled in more.
 pub(super) const TURN_NS: u64 = 2_000_000_000;
 /// The same for what is over at once.
@@ -186,6 +189,8 @@ impl Measuring {
         let under_way = self.under_way(card);
         while now_ns().saturating_sub(began) < LOOK_NS {
             let claims = (card.memory.own_used(), card.memory.own_settled());
+            asked = claims.0.saturating_sub(claims.1);
+            let is_in_vain = under_way.is_some_and(|other| other.was_asked_in_vain(asked));
             if before != Some(claims) {
                 let answer = ask();
                 if answer.is_some() {
@@ -195,16 +200,15 @@ impl Measuring {
                 (before, since_ns) = (Some(claims), now_ns());
                 continue;
             }
-            asked = claims.0.saturating_sub(claims.1);
-            let is_late = now_ns().saturating_sub(since_ns) >= LOOK_AFTER_NS;
-            if asked == 0 || is_late && under_way.is_some_and(|other| other.was_asked_in_vain(asked)) {
-                break;
+            let is_late = now_ns().saturating_sub(since_ns) >= ASK_AFTER_NS;
+            if asked == 0 || is_in_vain && is_late {
+                // That it is in vain says only who has waited to the end.
+                return None;
             }
             sys::sleep_ns(PAUSE_NS);
         }
         if let Some(under_way) = under_way.filter(|_| asked > 0) {
-            under_way.asked.store(asked, Relaxed);
-            under_way.asked_ns.store(now_ns(), Relaxed);
+            under_way.asked_in_vain(asked);
         }
         None
     }

@@ -36,8 +36,8 @@ pub(super) struct UnderWay {
     /// For whom a look waited in vain.
     pub(super) stays: AtomicU64,
     /// How much those had asked for whom a request waited for in vain, and when, coarse ns; 0 = none did.
-    pub(super) asked: AtomicU64,
-    pub(super) asked_ns: AtomicU64,
+    asked: AtomicU64,
+    asked_ns: AtomicU64,
     /// Beside whom answers were not believed, and how many.
     pub(super) beside: AtomicU64,
     pub(super) disbelieved: AtomicU64,
@@ -127,9 +127,20 @@ impl UnderWay {
         if is_recent(&self.in_vain_ns) { LOOK_AFTER_NS } else { LOOK_NS }
     }
 
-    /// Whether a request lately waited in vain for others who had asked for so much.
+    /// A request has waited in vain for others who had asked for so much.
+    pub(super) fn asked_in_vain(&self, asked: u64) {
+        self.asked.store(asked, Relaxed);
+        self.asked_ns.store(now_ns(), Relaxed);
+    }
+
+    /// Whether a request lately waited in vain for others who had asked for so much. Once less is asked for, not all of them
+    /// are there any more.
     pub(super) fn was_asked_in_vain(&self, asked: u64) -> bool {
-        self.asked.load(Relaxed) == asked && is_recent(&self.asked_ns)
+        let before = self.asked.load(Relaxed);
+        if asked < before {
+            self.asked_ns.store(0, Relaxed);
+        }
+        asked == before && is_recent(&self.asked_ns)
     }
 
     /// Whether a measurement of another thread is under way.
@@ -156,5 +167,16 @@ mod tests {
         assert!(under_way.is_anothers(), "the first one goes on");
         under_way.ends();
         assert!(!under_way.is_anothers(), "none goes on");
+    }
+
+    #[test]
+    fn a_wait_in_vain_counts_as_long_as_all_may_be_there() {
+        let under_way = UnderWay::new();
+        assert!(!under_way.was_asked_in_vain(4), "nobody waited");
+        under_way.asked_in_vain(4);
+        assert!(!under_way.was_asked_in_vain(6), "somebody else as well");
+        assert!(under_way.was_asked_in_vain(4));
+        assert!(!under_way.was_asked_in_vain(2), "one of them is gone");
+        assert!(!under_way.was_asked_in_vain(4), "and another one has come");
     }
 }

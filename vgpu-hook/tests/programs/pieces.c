@@ -1,10 +1,12 @@
 // Threads take and give pieces of blocks that are paid for, while another one asks again and again for all that is left, as memory of a
-// kind: tells how often that was refused.
+// kind: tells how often that was refused. `pieces KIND ROUNDS after`: beside one thread, once a call is over that
+// stayed at the driver.
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef unsigned long long ptr;
 typedef int res;
@@ -16,6 +18,7 @@ res cuInit(unsigned);
 res cuDevicePrimaryCtxRetain(void **, int);
 res cuCtxSetCurrent(void *);
 res cuMemAlloc_v2(ptr *, size_t);
+res cuMemAllocManaged(ptr *, size_t, unsigned);
 res cuMemFree_v2(ptr);
 res cuMemGetInfo_v2(size_t *, size_t *);
 res cuMemAllocAsync(ptr *, size_t, void *);
@@ -31,10 +34,11 @@ res cuGraphAddMemFreeNode(void **, void *, const void **, size_t, ptr);
 res cuGraphInstantiateWithFlags(void **, void *, ptr);
 res cuGraphLaunch(void *, void *);
 res cuDeviceGraphMemTrim(int);
+ptr fake_cuda_calls(const char *);
 
 enum { THREADS = 8, PIECE = 512 };
 static void *context;
-static atomic_int is_over;
+static atomic_int is_over, is_there;
 
 static void must(res result) {
   if (!result) return;
@@ -49,6 +53,15 @@ static void *churn(void *unused) {
     must(cuMemAlloc_v2(&piece, PIECE));
     must(cuMemFree_v2(piece));
   }
+  return unused;
+}
+
+static void *stay(void *unused) {
+  ptr address;
+  must(cuCtxSetCurrent(context));
+  must(cuMemAllocManaged(&address, 2 << 20, 1));
+  must(cuMemFree_v2(address));
+  is_there = 0;
   return unused;
 }
 
@@ -90,10 +103,10 @@ static res once(const char *kind, size_t left, void *graph) {
 }
 
 int main(int argc, char **argv) {
-  pthread_t threads[THREADS];
+  pthread_t threads[THREADS], other;
   ptr address;
   size_t left, total;
-  int refused = 0;
+  int refused = 0, count = argc > 3 ? 1 : THREADS;
   void *graph;
   if (argc < 3) return 2;
   must(cuInit(0));
@@ -103,14 +116,21 @@ int main(int argc, char **argv) {
   must(cuMemAlloc_v2(&address, PIECE));
   must(cuMemGetInfo_v2(&left, &total));
   graph = graph_of(left);
-  for (int i = 0; i < THREADS; i++) pthread_create(&threads[i], 0, churn, 0);
-  for (int round = atoi(argv[2]); round > 0; round--) {
+  for (int i = 0; i < count; i++) pthread_create(&threads[i], 0, churn, 0);
+  if (argc > 3) {
+    is_there = 1;
+    pthread_create(&other, 0, stay, 0);
+    while (!fake_cuda_calls("cuMemAllocManaged")) usleep(1000);
+  }
+  for (int round = atoi(argv[2]); round > 0;) {
+    int counts = !is_there;
     res result = once(argv[1], left, graph);
-    if (result == 2) refused++;
-    else must(result);
+    if (result != 2) must(result);
+    else refused += counts;
+    round -= counts;
   }
   is_over = 1;
-  for (int i = 0; i < THREADS; i++) pthread_join(threads[i], 0);
+  for (int i = 0; i < count; i++) pthread_join(threads[i], 0);
   printf("refused %d\n", refused);
   return 0;
 }
