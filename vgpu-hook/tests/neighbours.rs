@@ -217,11 +217,14 @@ fn a_context_that_was_refused_for_a_neighbours_memory_keeps_no_other_out() {
     let mut neighbour = Session::start(neighbour);
     neighbour.done("init");
     neighbour.done("primary 0");
-    place.set("FAKE_CUDA_SLOW", "cuDevicePrimaryCtxRetain:1:3000000");
+    place.set("FAKE_CUDA_LATE", "cuDevicePrimaryCtxRetain:2000000");
     let mut session = place.session();
     session.done("init");
     session.tell("primary 0");
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    // Once the card has given the context it has been looked at.
+    while neighbour.ask("given 0")[2] < 128 * MIB {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
     neighbour.done("alloc a 943718400");
     assert_eq!(
         session.hear(),

@@ -9,8 +9,7 @@
 //! looking before and after, and held between what is certain: they have at least as many blocks as their sizes fill, without
 //! what the driver fills these up with, at most one for each, and none when there are none. Where the look does not say it
 //! clearly, a new one took a block, and an end gave none back. Where an image is being loaded for long meanwhile, that may have
-//! been the image's doing: then
-//! it is charged with both, as far as the arrays have blocks that are not certainly theirs.
+//! been the image's doing: then it is charged with both, as far as the arrays have blocks that are not certainly theirs.
 
 use core::ffi::c_uint;
 use core::sync::atomic::Ordering::{Relaxed, SeqCst};

@@ -81,15 +81,13 @@ unsafe fn green_create_beside_primary(
     }
     let refused = measurement.end(|_, taken| {
         let taken = taken.map_or(0, |taken| taken.more(MOST));
-        let handle = made.addr() as u64;
-        let entry = Entry { size: taken, card: card.index, kind: Kind::GreenContext as u8, note: handle };
         let Some(claim) = charge::ask(container, card, taken) else {
             // Until it is ended.
             card.memory.force(taken);
             return Some(taken);
         };
         charge::settle(card, claim);
-        let _ = container.books.objects.insert(key_of(Kind::GreenContext, handle), &entry);
+        enter(container, card, made, taken);
         None
     });
     if let Some(taken) = refused {
@@ -97,15 +95,23 @@ unsafe fn green_create_beside_primary(
         let destroy = driver::function!(cuGreenCtxDestroy: unsafe extern "C" fn(CUgreenCtx) -> CUresult);
         // SAFETY: a context that nobody knows of.
         let is_gone = destroy.is_some_and(|destroy| unsafe { destroy(made) }.is_ok());
-        // Else it stays charged.
         if is_gone {
             card.memory.free(taken);
+        } else {
+            enter(container, card, made, taken);
         }
         return CUresult::OUT_OF_MEMORY;
     }
     // SAFETY: not null, so the caller's place for a result.
     unsafe { context.write(made) };
     result
+}
+
+/// Enters a green context for which `bytes` are charged.
+fn enter(container: &Container, card: &Card, context: CUgreenCtx, bytes: u64) {
+    let handle = context.addr() as u64;
+    let entry = Entry { size: bytes, card: card.index, kind: Kind::GreenContext as u8, note: handle };
+    let _ = container.books.objects.insert(key_of(Kind::GreenContext, handle), &entry);
 }
 
 /// The context by which a green one is launched into, 0 = not known.

@@ -47,7 +47,7 @@ mod under_way;
 mod views;
 mod virtual_memory;
 
-use core::sync::atomic::Ordering::{Relaxed, SeqCst};
+use core::sync::atomic::Ordering::SeqCst;
 use core::sync::atomic::fence;
 
 use mullion_accounting::Entry;
@@ -223,7 +223,7 @@ fn current_of_several(container: &Container, card: &Card) -> u64 {
     if container.books.objects.get(key_of(Kind::Context, current)).is_some() {
         return current;
     }
-    match container.books.contexts.primary(card).map_or(0, |primary| primary.load(Relaxed)) {
+    match container.books.contexts.primary_handle(card) {
         0 => current,
         primary => primary,
     }
