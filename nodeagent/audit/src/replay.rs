@@ -1,5 +1,5 @@
 use std::borrow::Borrow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::Timestamp;
 use serde::Serialize;
@@ -30,6 +30,10 @@ pub struct NodeLedger {
     pub allocations: BTreeMap<String, HeldAllocation>,
     /// Grants that still exist, by name.
     pub grants: BTreeMap<String, Grant>,
+    /// Uids of released allocations and names of grants that are over, none of which ever comes again: a row that was
+    /// written late brings none back.
+    #[serde(skip)]
+    over: BTreeSet<String>,
 }
 
 /// Health of a card.
@@ -159,6 +163,13 @@ impl NodeLedger {
                 let health = CardHealth { state: *state, xid: *xid, since: time, message: message.clone() };
                 self.health.insert(card.clone(), health);
             }
+            Event::AllocationReserved { allocation, .. } | Event::Prepared { allocation, .. }
+                if self.over.contains(&allocation.uid) =>
+            {
+                if let Some(grant) = event.grant() {
+                    self.end_grant(grant);
+                }
+            }
             Event::AllocationReserved { allocation, pod, sequence, created, containers } => {
                 let held = self.held(allocation, pod, time);
                 held.sequence = *sequence;
@@ -170,11 +181,11 @@ impl NodeLedger {
             Event::GrantIssued { grant, device_ids } => {
                 let issued =
                     Grant { device_ids: device_ids.clone(), issued: time, allocation: None, container: None };
-                self.grants.insert(grant.clone(), issued);
+                if !self.over.contains(grant) {
+                    self.grants.entry(grant.clone()).or_insert(issued);
+                }
             }
-            Event::GrantWithdrawn { grant, .. } => {
-                self.grants.remove(grant);
-            }
+            Event::GrantWithdrawn { grant, .. } => self.end_grant(grant),
             Event::Prepared { allocation, pod, container, container_kind, grant, device_ids, devices } => {
                 let part = self.held(allocation, pod, time).container(container, *container_kind);
                 part.devices.clone_from(devices);
@@ -197,7 +208,13 @@ impl NodeLedger {
             }
             Event::AllocationVoided { allocation, .. } | Event::Released { allocation, .. } => {
                 self.allocations.remove(&allocation.uid);
-                self.grants.retain(|_, grant| grant.allocation.as_ref() != Some(&allocation.uid));
+                let its = |grant: &Grant| grant.allocation.as_ref() == Some(&allocation.uid);
+                let over = self.grants.extract_if(.., |_, grant| its(grant)).map(|(name, _)| name);
+                self.over.extend(over);
+                // A void one may be prepared all the same by an agent that sees it otherwise.
+                if matches!(event, Event::Released { .. }) {
+                    self.over.insert(allocation.uid.clone());
+                }
             }
             Event::PrepareRefused { .. }
             | Event::ContainerStarted { .. }
@@ -233,6 +250,11 @@ impl NodeLedger {
             }
         }
         holders
+    }
+
+    fn end_grant(&mut self, grant: &str) {
+        self.grants.remove(grant);
+        self.over.insert(grant.to_owned());
     }
 
     fn held(&mut self, allocation: &AllocationRef, pod: &PodRef, time: Timestamp) -> &mut HeldAllocation {

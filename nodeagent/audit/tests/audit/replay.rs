@@ -123,3 +123,29 @@ fn a_row_of_a_newer_release_is_not_skipped() {
     assert_eq!(error.code(), "AuditUnknownEvent");
     assert!(error.to_string().contains("PrintedOnPaper"), "{error}");
 }
+
+/// Logs may have rows that were written late: what is over stays over.
+#[tokio::test]
+async fn a_row_that_comes_after_the_end_brings_nothing_back() {
+    let reserved = || reserved("p", vec![container("main", ContainerKind::App, &[share("GPU-1", 9)])]);
+    let prepared = || prepared("p", "main", &[share("GPU-1", 9)]);
+    let grant = || format!("{:0>16}", 1);
+    let issued = || Event::GrantIssued { grant: grant(), device_ids: vec![] };
+    let withdrawn = || Event::GrantWithdrawn { grant: grant(), code: "Unused".to_owned() };
+    for (case, events) in [
+        ("reserved", vec![released("p"), reserved()]),
+        ("prepared", vec![reserved(), prepared(), released("p"), reserved(), prepared()]),
+        ("issued and prepared", vec![reserved(), issued(), released("p"), prepared()]),
+        ("issued after it was prepared", vec![reserved(), prepared(), issued(), released("p")]),
+        ("issued after the release", vec![reserved(), prepared(), released("p"), issued()]),
+        ("issued after it was withdrawn", vec![withdrawn(), issued()]),
+    ] {
+        let at = place();
+        let log = open(&at.path).await;
+        log.append_many(events.into_iter().map(Into::into).collect()).await.unwrap();
+        log.close().await;
+        let ledger = AuditReader::open(&at.path).await.unwrap().replay().await.unwrap();
+        assert_eq!(ledger.holders("GPU-1"), [], "{case}");
+        assert!(ledger.allocations.is_empty() && ledger.grants.is_empty(), "{case}");
+    }
+}
