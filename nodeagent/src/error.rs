@@ -4,6 +4,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::prepare::files::Oversize;
+
 /// Everything that ends a step of the agent.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -35,6 +37,14 @@ pub enum Error {
         path: PathBuf,
         /// The system's word.
         source: io::Error,
+    },
+    /// A usage file stays too large, or grows as fast as it is cut.
+    #[error("usage file {path:?} {over}, and cannot be cut back: delete its pod")]
+    UsageFileNotCut {
+        /// Which file.
+        path: PathBuf,
+        /// What it has too much of.
+        over: Oversize,
     },
     /// Containers that may run have files from another folder than the settings name now: what they do would not be
     /// seen, and their files would be left behind.
@@ -175,6 +185,7 @@ impl Error {
             Self::NoNodeName => "NodeNameMissing",
             Self::File { source, .. } if source.kind() == io::ErrorKind::StorageFull => "DiskFull",
             Self::File { .. } => "FileFailed",
+            Self::UsageFileNotCut { .. } => "UsageFileNotCut",
             Self::FolderMoved { .. } => "FolderMoved",
             Self::CgroupUnseen { .. } => "CgroupUnseen",
             Self::CgroupElsewhere { .. } => "CgroupElsewhere",

@@ -13,6 +13,7 @@ use tracing::warn;
 
 use crate::error::Error;
 use crate::metrics::Metrics;
+use crate::prepare::files::Oversize;
 use crate::world::Shared;
 
 /// Publishes Events.
@@ -57,15 +58,24 @@ impl Announcer {
         }
     }
 
-    /// A container's usage file has, or takes of the disk, so many bytes and is cut back: an Event on its pod.
-    pub fn usage_cut(&self, pod: &PodRef, container: &str, bytes: u64) {
+    /// A container's usage file is more than it was made as, and is cut back: an Event on its pod.
+    pub fn usage_cut(&self, pod: &PodRef, container: &str, over: &Oversize) {
+        let note = format!("the usage file of container {container} {over}: it is cut back");
+        self.usage_bound(pod, "UsageFileCut", note);
+    }
+
+    /// It cannot be cut back, and takes what it takes until nobody has it any more: an Event on its pod.
+    pub fn usage_not_cut(&self, pod: &PodRef, container: &str, over: &Oversize) {
+        let note =
+            format!("the usage file of container {container} {over}, and cannot be cut back: delete the pod");
+        self.usage_bound(pod, "UsageFileNotCut", note);
+    }
+
+    fn usage_bound(&self, pod: &PodRef, reason: &str, note: String) {
         let event = Event {
             type_: EventType::Warning,
-            reason: "UsageFileCut".to_owned(),
-            note: Some(format!(
-                "container {container} made its usage file take {bytes} bytes, {} is right: it is cut back",
-                mullion_region::usage::FILE_LEN
-            )),
+            reason: reason.to_owned(),
+            note: Some(note),
             action: "CheckUsageFile".to_owned(),
             secondary: None,
         };

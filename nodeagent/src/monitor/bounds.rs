@@ -27,7 +27,7 @@ pub struct Bounds {
     announcer: Announcer,
     /// Grants whose file was told of: who does it once does it again, and one Event says it.
     told: BTreeSet<String>,
-    /// Grants whose file could not be cut, or looked at.
+    /// Grants whose file could not be cut, or looked at, since it last was.
     failed: BTreeSet<String>,
     /// By grant, a cut that has not come back.
     cutting: BTreeMap<String, Receiver<Result<(), Error>>>,
@@ -68,40 +68,46 @@ impl Bounds {
         for ((name, (grant, pod)), (size, folder)) in grants.into_iter().zip(sizes) {
             match self.cutting.get_mut(&name).map(Receiver::try_recv) {
                 Some(Err(TryRecvError::Empty)) => continue,
-                Some(Ok(Err(error))) => self.fails(&name, &grant, &error),
-                Some(Ok(Ok(())) | Err(TryRecvError::Closed)) | None => {}
+                Some(Ok(Err(error))) => self.fails(&name, &grant, pod.as_ref(), &error),
+                Some(Ok(Ok(()))) => {
+                    self.failed.remove(&name);
+                }
+                Some(Err(TryRecvError::Closed)) | None => {}
             }
             self.cutting.remove(&name);
             match size {
                 Ok(None) => {}
-                Ok(Some(bytes)) => {
+                Ok(Some(over)) => {
                     if self.told.insert(name.clone()) {
                         warn!(
                             pod_uid = grant.pod,
                             container = grant.container,
-                            bytes,
+                            problem = %over,
                             "usage file too large"
                         );
-                        if let Some(pod) = pod {
-                            self.announcer.usage_cut(&pod, &grant.container, bytes);
+                        if let Some(pod) = &pod {
+                            self.announcer.usage_cut(pod, &grant.container, &over);
                         }
                     }
                     match cut(&folder) {
                         Ok(cutting) => {
                             self.cutting.insert(name, cutting);
                         }
-                        Err(error) => self.fails(&name, &grant, &error),
+                        Err(error) => self.fails(&name, &grant, pod.as_ref(), &error),
                     }
                 }
-                Err(error) => self.fails(&name, &grant, &error),
+                Err(error) => self.fails(&name, &grant, pod.as_ref(), &error),
             }
         }
     }
 
-    fn fails(&mut self, name: &str, grant: &Grant, error: &Error) {
+    fn fails(&mut self, name: &str, grant: &Grant, pod: Option<&PodRef>, error: &Error) {
         if self.failed.insert(name.to_owned()) {
             let (pod_uid, container) = (&grant.pod, &grant.container);
             warn!(code = error.code(), pod_uid, container, error = %mullion_telemetry::source_chain(error), "usage file not bounded");
+            if let (Some(pod), Error::UsageFileNotCut { over, .. }) = (pod, error) {
+                self.announcer.usage_not_cut(pod, container, over);
+            }
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The files of a grant on the host. Everything is written under another name in the same folder and renamed, so that
 //! nobody reads half a file.
 
+use std::ffi::CString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -10,6 +11,8 @@ use std::path::{Path, PathBuf};
 use mullion_region::usage;
 use nix::fcntl::{OFlag, posix_fallocate};
 use nix::unistd::truncate;
+use rustix::fs::{listxattr, removexattr};
+use rustix::io::Errno;
 
 use crate::error::Error;
 
@@ -79,49 +82,113 @@ pub fn usage_file(container: &Path, image: &usage::Image) -> Result<PathBuf, Err
 /// What a usage file may take of the disk beyond its length: what the file system needs to find its blocks.
 const SLACK: u64 = 1 << 20;
 
-/// How many bytes a usage file has, or takes of the disk that nobody charges to its tenant, beyond what it was made with:
-/// blocks can be had without a length (`FALLOC_FL_KEEP_SIZE`). `None` for one that is as it should be, or gone.
-///
-/// # Errors
-/// [`Error::File`].
-pub fn oversize(container: &Path) -> Result<Option<u64>, Error> {
-    let path = container.join(USAGE_FILE);
-    let whole = usage::FILE_LEN as u64;
-    match fs::symlink_metadata(&path) {
-        Ok(meta) => {
-            let taken = meta.blocks().saturating_mul(512);
-            let is_over = meta.len() > whole || taken > whole.saturating_add(SLACK);
-            Ok(is_over.then(|| taken.max(meta.len())))
-        }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::file("measure", &path)(e)),
+/// A usage file that is more than it was made as. Nobody charges its tenant for what it takes of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Oversize {
+    /// How long it is, in bytes.
+    pub length: u64,
+    /// What it takes of the disk, in bytes: blocks can be had without a length (`FALLOC_FL_KEEP_SIZE`).
+    pub taken: u64,
+    /// It has extended attributes. Whoever may write to a file may give it any, XFS keeps as many as there is room for, and
+    /// not each file system counts them among what the file takes.
+    pub attributes: bool,
+}
+
+impl std::fmt::Display for Oversize {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { length, taken, attributes } = self;
+        let with = if *attributes { ", with extended attributes" } else { "" };
+        write!(
+            f,
+            "is {length} bytes long and takes {taken} of the disk{with}, where {} are right",
+            usage::FILE_LEN
+        )
     }
 }
 
-/// Cuts a usage file that is too large back to its length, and takes the blocks beyond it away. A tenant can hold this up:
-/// it waits for the end of a write, and of a lease, for which the kernel gives 45 s. Whoever takes leases anew cannot keep
-/// it out, as `truncate` asks for the right to write first.
+/// What a usage file has too much of. `None` for one that is as it should be, or gone.
 ///
 /// # Errors
 /// [`Error::File`].
+pub fn oversize(container: &Path) -> Result<Option<Oversize>, Error> {
+    let path = container.join(USAGE_FILE);
+    let whole = usage::FILE_LEN as u64;
+    let look = || -> io::Result<Option<Oversize>> {
+        let found = find(&path)?;
+        let meta = found.metadata()?;
+        let attributes = match attributes(&found) {
+            Ok(names) => !names.is_empty(),
+            Err(Errno::TOOBIG) => true,
+            Err(error) => return Err(error.into()),
+        };
+        let over = Oversize { length: meta.len(), taken: meta.blocks().saturating_mul(512), attributes };
+        let is_over = over.length > whole || over.taken > whole.saturating_add(SLACK) || attributes;
+        Ok(is_over.then_some(over))
+    };
+    match look() {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        result => result.map_err(Error::file("measure", &path)),
+    }
+}
+
+/// Cuts a usage file that is too large back to its length, and takes the blocks beyond it and its attributes away. A tenant
+/// can hold this up: it waits for the end of a write, and of a lease, for which the kernel gives 45 s. Whoever takes leases
+/// anew cannot keep it out, as `truncate` asks for the right to write first.
+///
+/// # Errors
+/// [`Error::File`], and [`Error::UsageFileNotCut`] where it is too large all the same.
 pub fn cut_usage_file(container: &Path) -> Result<(), Error> {
     let path = container.join(USAGE_FILE);
     let cut = || -> io::Result<()> {
-        let flags = (OFlag::O_PATH | OFlag::O_NOFOLLOW).bits();
-        let found = OpenOptions::new().read(true).custom_flags(flags).open(&path)?;
+        let found = find(&path)?;
         let meta = found.metadata()?;
         if !meta.is_file() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         // A shorter one is not made longer.
         let length = meta.len().min(usage::FILE_LEN as u64);
-        let way = format!("/proc/self/fd/{}", found.as_raw_fd());
-        Ok(truncate(way.as_str(), i64::try_from(length).unwrap_or(i64::MAX))?)
+        truncate(way(&found).as_str(), i64::try_from(length).unwrap_or(i64::MAX))?;
+        match attributes(&found) {
+            Ok(names) => names.iter().try_for_each(|name| match removexattr(way(&found), name) {
+                Err(error) if error != Errno::NODATA => Err(error.into()),
+                _ => Ok(()),
+            }),
+            // So many that the kernel does not name them: nobody can remove what he cannot name.
+            Err(Errno::TOOBIG) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     };
     match cut() {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        result => result.map_err(Error::file("cut", &path)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        result => result.map_err(Error::file("cut", &path))?,
     }
+    oversize(container)?.map_or(Ok(()), |over| Err(Error::UsageFileNotCut { path, over }))
+}
+
+/// The file at `path`, without the right to read or write it, which a lease on it would hold up.
+fn find(path: &Path) -> io::Result<File> {
+    let flags = (OFlag::O_PATH | OFlag::O_NOFOLLOW).bits();
+    OpenOptions::new().read(true).custom_flags(flags).open(path)
+}
+
+/// How calls that take no such descriptor find its file.
+fn way(found: &File) -> String {
+    format!("/proc/self/fd/{}", found.as_raw_fd())
+}
+
+/// The names of the attributes that a tenant may have given the file. Fails with [`Errno::TOOBIG`] where they are too many
+/// to be named.
+fn attributes(found: &File) -> Result<Vec<CString>, Errno> {
+    // The kernel names no more.
+    let mut list = vec![0_u8; 64 << 10];
+    let length = match listxattr(way(found), list.as_mut_slice()) {
+        // There are none on this file system, or on what is no file.
+        Err(Errno::NOTSUP) => 0,
+        result => result?,
+    };
+    let names = list.get(..length).unwrap_or_default().split(|byte| *byte == 0);
+    let own = names.filter(|name| name.starts_with(b"user."));
+    Ok(own.filter_map(|name| CString::new(name).ok()).collect())
 }
 
 fn create(path: &Path, mode: u32) -> io::Result<File> {
@@ -180,6 +247,7 @@ mod tests {
     use super::*;
     use mullion_region::Devices;
     use nix::fcntl::{FallocateFlags, fallocate};
+    use rustix::fs::{XattrFlags, setxattr};
 
     #[test]
     fn a_usage_file_is_a_new_inode_every_time_and_writable_to_all_while_its_folder_is_not() {
@@ -216,7 +284,9 @@ mod tests {
         let tenant = OpenOptions::new().write(true).open(&path).unwrap();
         let far = usage::FILE_LEN as u64 + (1 << 20);
         tenant.write_all_at(b"x", far).unwrap();
-        assert_eq!(oversize(&container).unwrap(), Some(far + 1));
+        let over = oversize(&container).unwrap().unwrap();
+        assert_eq!((over.length, over.attributes), (far + 1, false));
+        assert!(over.taken < far, "{over}");
         cut_usage_file(&container).unwrap();
         assert_eq!((fs::read(&path).unwrap(), oversize(&container).unwrap()), (before.clone(), None));
         // Blocks beyond the end of a file that is as long as ever, and of one that is shorter.
@@ -224,7 +294,7 @@ mod tests {
             tenant.set_len(length as u64).unwrap();
             assert_eq!(oversize(&container).unwrap(), None, "no more than it was given");
             fallocate(&tenant, FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, 64 << 20).unwrap();
-            assert!(oversize(&container).unwrap().is_some_and(|bytes| bytes >= 64 << 20));
+            assert!(oversize(&container).unwrap().is_some_and(|over| over.taken >= 64 << 20));
             cut_usage_file(&container).unwrap();
             assert_eq!(oversize(&container).unwrap(), None);
             assert_eq!(fs::read(&path).unwrap(), before[..length]);
@@ -232,6 +302,36 @@ mod tests {
         fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink("/dev/null", &path).unwrap();
         assert_eq!(cut_usage_file(&container).unwrap_err().code(), "FileFailed", "nothing else is cut");
+    }
+
+    /// XFS keeps as many as there is room for; a tmpfs keeps some, and ext4 a block of them.
+    #[test]
+    fn attributes_are_taken_away_and_too_many_are_told_of() {
+        let memory = Path::new("/dev/shm");
+        for root in [tempfile::tempdir(), tempfile::tempdir_in(memory)].map(Result::unwrap) {
+            let container = root.path().join("p_c");
+            let image = usage::image(&usage::UsageSpec { devices: Devices::new(), priority: 1 });
+            let path = usage_file(&container, &image).unwrap();
+            let set = |name: &str| setxattr(&path, format!("user.{name}"), b"much", XattrFlags::empty());
+            match set("x") {
+                Err(Errno::NOTSUP) => continue,
+                result => result.unwrap(),
+            }
+            set("y").unwrap();
+            let over = oversize(&container).unwrap().unwrap();
+            assert!(over.attributes && over.to_string().contains("with extended attributes"), "{over}");
+            cut_usage_file(&container).unwrap();
+            assert_eq!(oversize(&container).unwrap(), None);
+            // More names than the kernel tells of, where the file system keeps so many.
+            let kept = (0..400).take_while(|number| set(&format!("{number:0200}")).is_ok()).count();
+            let cut = cut_usage_file(&container);
+            if kept == 400 {
+                assert_eq!(cut.unwrap_err().code(), "UsageFileNotCut");
+            } else {
+                cut.unwrap();
+            }
+            assert_eq!(oversize(&container).unwrap().is_some(), kept == 400);
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Files that their tenants hold: a `write` of theirs that does not end, a lease that is taken anew.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use mullion_nodeagent::monitor::heart::Heart;
 use mullion_nodeagent::prepare::files;
 use mullion_nodeagent::world::Shared;
 use mullion_region::usage;
+use rustix::fs::XattrFlags;
 
 use crate::common::cluster::{cluster, notes};
 use crate::common::tenant::Tenant;
@@ -103,6 +105,43 @@ async fn a_file_that_is_held_is_told_of_and_cut_afterwards() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     bounds.look().await;
+    assert_eq!(notes(&mut said), Vec::<String>::new(), "told once");
+}
+
+/// As with more attributes than the kernel names, which XFS keeps on the node's disk, and a tmpfs here.
+#[tokio::test]
+async fn a_file_that_cannot_be_cut_is_told_of() {
+    let mut node = Node::below(Path::new("/dev/shm"));
+    node.pod("bad", &["main"], &[("GPU-0", 4096, 30)]);
+    let path = node.usage_path("bad", "main");
+    for number in 0..400 {
+        let name = format!("user.{number:0200}");
+        if let Err(error) = rustix::fs::setxattr(&path, name, b"much", XattrFlags::empty()) {
+            eprintln!("a tmpfs without attributes: {error}");
+            return;
+        }
+    }
+    let (client, mut said) = cluster();
+    let shared = Shared::new(std::mem::take(&mut node.world));
+    let announcer = Announcer::new(client, Arc::clone(&shared), Arc::default(), "node-a".into());
+    let mut bounds = Bounds::new(node.settings.clone(), shared, announcer);
+    let mut reasons = Vec::new();
+    let begun = Instant::now();
+    while reasons.len() < 2 {
+        assert!(begun.elapsed() < LONG, "{reasons:?}");
+        bounds.look().await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        reasons.extend(notes(&mut said));
+    }
+    assert!(reasons[0].starts_with("UsageFileCut: the usage file of container main is"), "{reasons:?}");
+    assert!(
+        reasons[1].starts_with("UsageFileNotCut: ") && reasons[1].ends_with("delete the pod"),
+        "{reasons:?}"
+    );
+    for _ in 0..10 {
+        bounds.look().await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     assert_eq!(notes(&mut said), Vec::<String>::new(), "told once");
 }
 

@@ -9,7 +9,7 @@ use std::fs;
 use std::fs::File;
 use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use mullion_core::request::ComputeWishes;
@@ -68,7 +68,12 @@ pub type Slice<'a> = (&'a str, u64, u8);
 impl Node {
     /// One without containers.
     pub fn new() -> Self {
-        let root = tempfile::tempdir().unwrap();
+        Self::below(&std::env::temp_dir())
+    }
+
+    /// One whose files lie below `folder`.
+    pub fn below(folder: &Path) -> Self {
+        let root = tempfile::tempdir_in(folder).unwrap();
         let at = |name: &str| root.path().join(name);
         let settings = Settings::load(Args {
             node_name: Some("node-a".to_owned()),
