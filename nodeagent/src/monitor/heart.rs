@@ -63,8 +63,7 @@ impl Heart {
 /// Says on the control pages of `targets` that somebody looks after them.
 pub fn tend(pages: &Path, targets: &[Target], now_ns: u64) {
     for granted in targets.iter().filter_map(|target| target.grant.as_ref()) {
-        if let Err(error) = Page::open(&pages.join(&granted.page)).and_then(|mut page| page.tend(now_ns, &[]))
-        {
+        if let Err(error) = Page::open(&pages.join(&granted.page)).and_then(|mut page| page.beat(now_ns)) {
             debug!(page = granted.page, %error, "control page not written");
         }
     }

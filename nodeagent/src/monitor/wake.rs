@@ -84,15 +84,15 @@ mod tests {
         });
         let scale = |scale: u32| [(0, NonZeroU32::new(scale).unwrap())];
         let mut page = Page::open(&path).unwrap();
-        page.tend(7, &scale(1 << 17)).unwrap();
+        page.steer(&scale(1 << 17)).unwrap();
         assert_eq!(page.spec.futex, 0, "a larger scale lets nobody go");
         assert!(is_woken.try_recv().is_err());
         let mut page = Page::open(&path).unwrap();
-        page.tend(8, &scale(1 << 16)).unwrap();
+        page.steer(&scale(1 << 16)).unwrap();
         is_woken.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
         waiter.join().unwrap();
         let now = Page::open(&path).unwrap().spec;
-        assert_eq!((now.futex, now.sequence, now.heartbeat_ns), (1, 4, 8));
+        assert_eq!((now.futex, now.sequence, now.heartbeat_ns), (1, 4, 0));
         assert_eq!(now.devices.iter().next().unwrap().scale.get(), 1 << 16);
     }
 }

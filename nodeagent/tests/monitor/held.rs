@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use mullion_core::request::ComputeWishes;
 use mullion_nodeagent::events::Announcer;
 use mullion_nodeagent::monitor::bounds::Bounds;
 use mullion_nodeagent::monitor::engine::Verdict;
@@ -16,7 +17,7 @@ use rustix::fs::XattrFlags;
 
 use crate::common::cluster::{cluster, notes};
 use crate::common::tenant::Tenant;
-use crate::common::{MIB, Node, container, sample};
+use crate::common::{MIB, Node, S, container, sample};
 
 /// Far longer than anything here takes; only a failure waits for it.
 const LONG: Duration = Duration::from_secs(20);
@@ -174,6 +175,29 @@ async fn the_heart_beats_while_somebody_looks() {
     assert!(beats(&heart).await);
     heart.looked(0);
     assert!(!beats(&heart).await);
+}
+
+/// A look that takes long would write an old sign of life over a new one.
+#[test]
+fn the_sign_of_life_is_the_hearts_alone() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let me = std::process::id();
+    node.processes("p", "main", &[me]);
+    let scale = |node: &Node| node.page("p", "main").devices.iter().next().unwrap().scale;
+    node.beat();
+    let (beat_ns, first) = (node.page("p", "main").heartbeat_ns, scale(&node));
+    assert_eq!(beat_ns, 100 * S + node.passed);
+    node.wish("p", "main", ComputeWishes { force: true, ..ComputeWishes::default() });
+    for _ in 0..10 {
+        let file = node.usage("p", "main");
+        file.launch(node.unix_ns() + S / 2);
+        file.charge(S / 2);
+        let told = sample(&["GPU-0"], &[("GPU-0", me, 300, 90)], node.unix_ns() + S / 2);
+        node.look(Some(&told));
+    }
+    assert_ne!(scale(&node), first, "something was written");
+    assert_eq!(node.page("p", "main").heartbeat_ns, beat_ns);
 }
 
 /// What another run of the agent said of a container stands until this one knows better.

@@ -251,7 +251,6 @@ fn whoever_puts_down_too_many_locks_is_left_alone() {
     assert_eq!((container.as_str(), code.as_str()), ("main", "UsageLocked"));
     let text = second.file_turns[0].fault.as_ref().unwrap().to_string();
     assert!(text.contains("so many locks") && !text.contains("cuInit"), "{text}");
-    assert_eq!(node.page("good", "main").heartbeat_ns, 100 * S + node.passed);
     // Not even asked again within the minute.
     bad.kill();
     for passed in [20, 20, 15] {

@@ -177,7 +177,7 @@ impl Engine {
             measured.scale = Some(steer.scale());
             scales.extend(NonZeroU32::new(steer.scale()).map(|scale| (place, scale)));
         }
-        if let Err(error) = page.tend(now.mono_ns, &scales) {
+        if let Err(error) = page.steer(&scales) {
             debug!(page = granted.page, %error, "control page not written");
         }
     }

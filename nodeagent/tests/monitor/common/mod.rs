@@ -26,7 +26,7 @@ use mullion_nodeagent::monitor::engine::{Engine, Looked, Now, Places, Rules};
 use mullion_nodeagent::monitor::escape::MARGIN;
 use mullion_nodeagent::monitor::export::Exporter;
 use mullion_nodeagent::monitor::snapshot::{Container, Snapshot};
-use mullion_nodeagent::monitor::{Latest, target};
+use mullion_nodeagent::monitor::{Latest, heart, target};
 use mullion_nodeagent::nvml::sample::{Busy, CardSample, ProcessMemory, Sample};
 use mullion_nodeagent::prepare::files;
 use mullion_nodeagent::state::Grant;
@@ -261,6 +261,11 @@ impl Node {
         let now = Now { unix_ns: self.unix_ns(), mono_ns: 100 * S + self.passed };
         let targets = target::targets(&self.world, &self.engine.folders());
         self.engine.look(now, &targets, sample)
+    }
+
+    /// A beat of the agent's heart.
+    pub fn beat(&self) {
+        heart::tend(&self.settings.pages_dir(), &target::targets(&self.world, &[]), 100 * S + self.passed);
     }
 
     /// A look, a period after the last one.
