@@ -35,7 +35,8 @@ impl std::fmt::Display for Fault {
         let Self { code, text } = self;
         write!(f, "usage file {USAGE_IN_CONTAINER} cannot be used ({code}: {text}). ")?;
         // These keep the agent from the file, not the library, which has it mapped.
-        let away = [Unreadable::Locked, Unreadable::Held { long: true }].map(|problem| problem.code());
+        let away = [Unreadable::Locked, Unreadable::Held { long: true }, Unreadable::Broken]
+            .map(|problem| problem.code());
         if !away.contains(code) {
             f.write_str("A process that starts in the container is not let at its cards (cuInit fails). ")?;
         }

@@ -222,6 +222,17 @@ struct Found {
     out_ns: u64,
 }
 
+impl Found {
+    /// `is_late` where an earlier look began it.
+    fn of(reading: Late<Result<Read, Unreadable>>, is_late: bool) -> Self {
+        match reading {
+            Late::Came(read) => Self { read: Some(read), is_late, out_ns: 0 },
+            Late::Out(out_ns) => Self { read: None, is_late: true, out_ns },
+            Late::Lost => Self { read: Some(Err(Unreadable::Broken)), is_late, out_ns: 0 },
+        }
+    }
+}
+
 /// A container while it is looked at.
 struct Scene<'a> {
     target: &'a Target,
@@ -361,13 +372,11 @@ impl Engine {
     /// Reads a container's file.
     fn find(&mut self, now: Now, target: &Target, kept: &Kept, folder: Option<&Arc<Folder>>) -> Found {
         let key = target.key();
-        match self.readers.late(&key, now.mono_ns) {
-            Some(Late::Came(read)) => return Found { read: Some(read), is_late: true, out_ns: 0 },
-            Some(Late::Out(out_ns)) => return Found { read: None, is_late: true, out_ns },
-            None => {}
+        if let Some(late) = self.readers.late(&key, now.mono_ns) {
+            return Found::of(late, true);
         }
         let Some(folder) = folder else {
-            return Found { read: Some(Err(Unreadable::Missing)), is_late: false, out_ns: 0 };
+            return Found::of(Late::Came(Err(Unreadable::Missing)), false);
         };
         let reading = FileReading {
             folder: Arc::clone(folder),
@@ -376,8 +385,7 @@ impl Engine {
             locked: (now.mono_ns < kept.locked_ns).then_some(kept.inode),
             allowance: Allowance::new(self.rules.locks),
         };
-        let read = self.readers.work(&key, now.mono_ns, || reading.run());
-        Found { is_late: read.is_none(), read, out_ns: 0 }
+        Found::of(self.readers.work(&key, now.mono_ns, || reading.run()), false)
     }
 
     /// Takes in everything about one container.

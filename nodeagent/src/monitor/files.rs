@@ -58,6 +58,9 @@ pub enum Unreadable {
         /// So long that it is no accident.
         long: bool,
     },
+    /// Reading it panicked.
+    #[error("the agent fails at the usage file, which is a fault of its own: report it with the agent's log")]
+    Broken,
     /// The system refuses.
     #[error("the usage file cannot be read: see the node's log of its disk")]
     Io {
@@ -84,6 +87,7 @@ impl Unreadable {
             Self::Locked => "UsageLocked",
             Self::Leased => "UsageLeased",
             Self::Held { .. } => "UsageHeld",
+            Self::Broken => "UsageBroken",
             Self::Io { .. } => "UsageUnreadable",
             Self::Content { source } => source.code(),
         }

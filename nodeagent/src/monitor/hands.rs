@@ -29,13 +29,15 @@ pub struct Hands<T> {
     left: Duration,
 }
 
-/// What became of work that was not waited for.
+/// What became of work.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Late<T> {
     /// It is done.
     Came(T),
     /// It is not, so many ns after it was begun.
     Out(u64),
+    /// It panicked.
+    Lost,
 }
 
 impl<T: Send + 'static> Hands<T> {
@@ -61,27 +63,29 @@ impl<T: Send + 'static> Hands<T> {
     pub fn late(&mut self, key: &Key, now_ns: u64) -> Option<Late<T>> {
         let (since_ns, result) = self.out.get(key)?;
         let late = match result.try_recv() {
-            Ok(result) => Some(Late::Came(result)),
+            Ok(result) => Late::Came(result),
             Err(TryRecvError::Empty) => return Some(Late::Out(now_ns.saturating_sub(*since_ns))),
-            Err(TryRecvError::Disconnected) => None,
+            Err(TryRecvError::Disconnected) => Late::Lost,
         };
         self.out.remove(key);
-        late
+        Some(late)
     }
 
-    /// Does `work` for `key`, of which nothing is late; `None` where it takes too long to wait for it.
-    pub fn work(&mut self, key: &Key, now_ns: u64, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    /// Does `work` for `key`, of which nothing is late. What takes too long to wait for is [`Late::Out`].
+    pub fn work(&mut self, key: &Key, now_ns: u64, work: impl FnOnce() -> T + Send + 'static) -> Late<T> {
         let worker = match self.worker.take().map_or_else(start, Ok) {
             Ok(worker) => worker,
             Err(error) => {
                 warn!(%error, "no thread for containers' files");
-                return Some(work());
+                return Late::Came(work());
             }
         };
         let (answer, result) = channel();
         let from = Instant::now();
         // Whoever panicked takes nothing any more, and the next one has another.
-        worker.send((Box::new(work), answer)).ok()?;
+        if worker.send((Box::new(work), answer)).is_err() {
+            return Late::Lost;
+        }
         let patience = self.left.min(self.patience / 4).max(LEAST);
         let done = result.recv_timeout(patience);
         let took = from.elapsed();
@@ -91,13 +95,13 @@ impl<T: Send + 'static> Hands<T> {
         match done {
             Ok(result) => {
                 self.worker = Some(worker);
-                Some(result)
+                Late::Came(result)
             }
             Err(RecvTimeoutError::Timeout) => {
                 self.out.insert(key.clone(), (now_ns, result));
-                None
+                Late::Out(0)
             }
-            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Disconnected) => Late::Lost,
         }
     }
 }
@@ -124,8 +128,9 @@ mod tests {
 
     #[test]
     fn whoever_is_held_up_keeps_nobody_waiting() {
-        let mut hands = Hands::new(Duration::from_millis(400));
-        assert_eq!(hands.work(&key("a"), 0, || 1), Some(1));
+        // A quarter of it for each: only what is held waits so long.
+        let mut hands = Hands::new(Duration::from_secs(20));
+        assert_eq!(hands.work(&key("a"), 0, || 1), Late::Came(1));
         let (go, gate) = channel::<()>();
         let begun = Instant::now();
         assert_eq!(
@@ -133,25 +138,29 @@ mod tests {
                 let _ = gate.recv();
                 2
             }),
-            None
+            Late::Out(0)
         );
         assert_eq!(hands.late(&key("a"), 10), Some(Late::Out(3)));
         assert_eq!(hands.late(&key("b"), 10), None);
-        assert_eq!(hands.work(&key("b"), 10, || 3), Some(3));
+        assert_eq!(hands.work(&key("b"), 10, || 3), Late::Came(3));
         assert!(!hands.is_idle());
         go.send(()).unwrap();
         // What comes late is not lost.
-        while hands.late(&key("a"), 10) == Some(Late::Out(3)) {
-            assert!(begun.elapsed() < Duration::from_secs(20));
-        }
+        let late = loop {
+            match hands.late(&key("a"), 10) {
+                Some(Late::Out(3)) => assert!(begun.elapsed() < Duration::from_mins(1)),
+                late => break late,
+            }
+        };
+        assert_eq!(late, Some(Late::Came(2)));
         assert!(hands.is_idle());
-        assert_eq!(hands.work(&key("a"), 11, || 4), Some(4));
+        assert_eq!(hands.work(&key("a"), 11, || 4), Late::Came(4));
     }
 
     /// However many tenants hold their files, a look ends.
     #[test]
     fn all_together_are_waited_for_so_long() {
-        let mut hands = Hands::new(Duration::from_millis(400));
+        let mut hands = Hands::new(Duration::from_secs(4));
         let gates: Vec<_> = (0..40).map(|_| channel::<()>()).collect();
         let begun = Instant::now();
         let mut held = Vec::new();
@@ -161,10 +170,11 @@ mod tests {
                 hands.work(&key(&number.to_string()), 0, move || {
                     let _ = gate.recv();
                 }),
-                None
+                Late::Out(0)
             );
         }
-        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+        // A second for each would be 40.
+        assert!(begun.elapsed() < Duration::from_secs(25), "{:?}", begun.elapsed());
         hands.begin(|_| false);
         assert!(hands.is_idle(), "whose container is gone");
     }
@@ -172,8 +182,22 @@ mod tests {
     #[test]
     fn work_that_panics_costs_its_own_result() {
         let mut hands = Hands::new(Duration::from_secs(20));
-        assert_eq!(hands.work(&key("a"), 0, || -> u8 { unreachable!("a bug") }), None);
+        assert_eq!(hands.work(&key("a"), 0, || -> u8 { unreachable!("a bug") }), Late::Lost);
         assert_eq!(hands.late(&key("a"), 0), None);
-        assert_eq!(hands.work(&key("a"), 0, || 1), Some(1));
+        assert_eq!(hands.work(&key("a"), 0, || 1), Late::Came(1));
+        // Also where nobody waited for it.
+        let mut hands = Hands::new(Duration::ZERO);
+        let (go, gate) = channel::<()>();
+        let late = hands.work(&key("a"), 0, move || -> u8 {
+            let _ = gate.recv();
+            unreachable!("a bug")
+        });
+        assert_eq!(late, Late::Out(0));
+        go.send(()).unwrap();
+        let begun = Instant::now();
+        while hands.late(&key("a"), 0) != Some(Late::Lost) {
+            assert!(begun.elapsed() < Duration::from_mins(1));
+        }
+        assert!(hands.is_idle());
     }
 }

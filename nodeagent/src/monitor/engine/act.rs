@@ -115,7 +115,7 @@ impl Engine {
             return;
         }
         let written = self.writers.work(&key, now.mono_ns, || writing.run());
-        let Some(Written { freed, is_used_up }) = written else { return };
+        let Late::Came(Written { freed, is_used_up }) = written else { return };
         if let Some(uncleared) = &mut kept.uncleared {
             uncleared.retain(|slot| !freed.contains(slot));
         }
