@@ -32,7 +32,8 @@ pub struct Minute {
 
 impl Minute {
     /// For a container that was there before the agent: usage files are made by an agent that runs, so what the file says at
-    /// the first look was counted already, but for the time that no agent ran.
+    /// the first look was counted already, but for the time that no agent ran. A container whose grant the agent learns only later,
+    /// as after the loss of its state file, is not known from a new one: what its file counts stands in a row once more.
     #[must_use]
     pub fn resuming() -> Self {
         Self { resumes: true, ..Self::default() }
