@@ -345,6 +345,8 @@ fn a_resource_written_as_annotation_does_not_pass_in_silence() {
         ("hami.io/gpu-schedulerpolicy", 1),
         (CARD_POLICY, 0),
         ("nvidia.com/use-gputype", 0),
+        ("nvidia.com/user", 0),
+        ("nvidia.com/used-by", 0),
         ("nvidia.com/gpu.deploy.dcgm", 0),
     ] {
         let wishes = pod(&[(key, "spread")], vec![container(&[(COUNT, "1")])]);

@@ -92,8 +92,9 @@ fn policy(pod: &PodView, key: &str, default: Policy, later: &[&str]) -> Result<P
 }
 
 /// How the names of wishes about cards and policies begin: who writes another name behind it has made a slip.
-const WISHES_BEGIN: [&str; 4] =
-    ["nvidia.com/use", "nvidia.com/nouse", "hami.io/node-sched", "hami.io/gpu-sched"];
+/// Not each word that begins with `use` is one of them (`nvidia.com/user`, `nvidia.com/used-by`).
+const WISHES_BEGIN: [&str; 5] =
+    ["nvidia.com/use-", "nvidia.com/usegpu", "nvidia.com/nouse", "hami.io/node-sched", "hami.io/gpu-sched"];
 
 /// Whether `key` looks like a wish and is none.
 fn is_slip(key: &str) -> bool {
@@ -115,11 +116,14 @@ pub fn warnings(pod: &PodView) -> Vec<String> {
             ));
         }
     }
-    for key in pod.annotations.keys().filter(|key| super::mentions_us(pod) && is_slip(key)) {
+    if !super::mentions_us(pod) {
+        return warnings;
+    }
+    for key in pod.annotations.keys().filter(|key| is_slip(key)) {
         warnings.push(format!("annotation {} has no effect: there is no wish of that name", shown(key)));
     }
     let (key, value) = HAMI_OPT_OUT;
-    if super::mentions_us(pod) && pod.labels.get(key).is_some_and(|v| v == value) {
+    if pod.labels.get(key).is_some_and(|v| v == value) {
         warnings.push(format!(
             "label {key}={value} has no effect on a pod: put the opt-out label on its namespace"
         ));
