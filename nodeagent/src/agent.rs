@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
-use crate::api::{self, Watches};
+use crate::api::Watches;
 use crate::audit::Audit;
 use crate::checkpoint;
 use crate::config::{Enforcement, Settings};
@@ -75,7 +75,7 @@ pub async fn run(
     let log = start_log(agent.audit.clone(), Arc::clone(&agent.shared), agent.state.clone(), rebuild);
     agent.spawn(log.then(|()| std::future::pending()));
     agent.spawn(keep_card_pids(Arc::clone(&agent.shared), agent.state.clone()));
-    agent.spawn(api::append_facts(agent.audit.clone(), received));
+    agent.spawn(agent.audit.append_facts(received));
     let driver = DriverHandle::start(agent.settings.nvml_library.clone(), Arc::clone(&agent.metrics))?;
     let _events = agent.watch_cards(driver.clone(), &client)?;
     let publisher = agent.serve_cluster(driver, client);

@@ -1,9 +1,8 @@
 //! What the API server says about this node: its allocations, its `GPUNode`, its Node and its pods. Each watch keeps
 //! the world up to date; what must outlive a restart goes into the state file.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
@@ -21,7 +20,7 @@ use mullion_crds::vgpuallocation::VGPUAllocation;
 use tokio::sync::mpsc;
 use tracing::{debug, info, warn};
 
-use crate::audit::{Audit, WITHDRAWN};
+use crate::audit::WITHDRAWN;
 use crate::prepare::{allocation_ref, pod_ref, reserved, voided};
 use crate::state::{Key, State};
 use crate::world::{ContainerSeen, Misread, PodSeen, Shared};
@@ -41,38 +40,6 @@ pub struct Watches {
 impl std::fmt::Debug for Watches {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Watches").finish_non_exhaustive()
-    }
-}
-
-/// Pause between two tries to append what a log that takes no rows refused.
-const AGAIN: Duration = Duration::from_secs(5);
-
-/// Appends facts that nobody waits for, in order, until the last sender is gone. While the log takes no rows, facts that are
-/// true only once (those with a key) wait: who holds a card follows from them. There are few of them, for no container
-/// starts meanwhile. The others, such as what a minute brought, are lost.
-pub async fn append_facts(audit: Audit, mut facts: mpsc::UnboundedReceiver<Entry>) {
-    let mut waiting: VecDeque<Entry> = VecDeque::new();
-    loop {
-        let come = if waiting.is_empty() {
-            Some(facts.recv().await)
-        } else {
-            tokio::time::timeout(AGAIN, facts.recv()).await.ok()
-        };
-        let ended = matches!(come, Some(None));
-        waiting.extend(come.flatten());
-        while let Some(entry) = waiting.pop_front() {
-            let Err(error) = audit.append(entry.clone()).await else { continue };
-            let waits = !audit.is_ok() && entry.key.is_some();
-            warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), waits, "fact not audited");
-            if waits {
-                waiting.push_front(entry);
-                waiting.retain(|entry| entry.key.is_some());
-                break;
-            }
-        }
-        if ended {
-            return;
-        }
     }
 }
 
@@ -126,15 +93,16 @@ impl Watches {
                 Event::Apply(object) => self.allocation(object).await,
                 Event::Delete(object) => self.allocation_gone(&uid(&object)).await,
                 Event::InitDone => {
-                    // What the ledger has from the state file or the audit log alone may be gone, too.
-                    let gone: Vec<AllocationUid> = self.shared.read(|w| {
+                    // What the ledger has from the state file or the audit log alone may be gone, too. Said in the same
+                    // moment: what the audit log brings from then on is compared with the list over there.
+                    let gone: Vec<AllocationUid> = self.shared.change(|w| {
+                        w.allocations_listed = true;
                         let known = w.ledger.allocations_on(&w.node).map(|a| a.uid.clone());
                         known.filter(|uid| !listed.contains(uid)).collect()
                     });
                     for uid in gone {
                         self.allocation_gone(&uid).await;
                     }
-                    self.shared.change(|world| world.allocations_listed = true);
                 }
             }
         }
@@ -396,6 +364,8 @@ fn runs(status: &ContainerStatus) -> BTreeMap<String, Option<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::world::World;
+    use mullion_crds::vgpuallocation::VGPUAllocationSpec;
     use serde_json::json;
 
     #[test]
@@ -425,6 +395,38 @@ mod tests {
             assert_eq!(seen.init_done, want, "{case}");
             assert_eq!(seen.containers["s"].running.as_deref(), Some("c-1"));
         }
+    }
+
+    /// Between the list and the last look at it the audit log may bring an allocation that is gone: it must find the list said.
+    #[tokio::test]
+    async fn the_list_is_said_before_what_it_lacks_is_taken_away() {
+        use sqlx::Connection as _;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state.db");
+        let state = State::open(&path).await.unwrap();
+        let mut world = World { node: "n".into(), ..World::default() };
+        let mut object = VGPUAllocation::new("gone", VGPUAllocationSpec::default());
+        (object.metadata.uid, object.spec.node_name) = (Some("gone".to_owned()), "n".to_owned());
+        world.see_allocation(object);
+        let shared = Shared::new(world);
+        let service = tower::service_fn(async |_: axum::http::Request<kube::client::Body>| {
+            Ok::<_, std::convert::Infallible>(axum::http::Response::new(kube::client::Body::empty()))
+        });
+        let (facts, _received) = mpsc::unbounded_channel();
+        let watches =
+            Watches { client: Client::new(service, "default"), shared: Arc::clone(&shared), state, facts };
+        // The state file makes whoever forgets wait.
+        let options = sqlx::sqlite::SqliteConnectOptions::new().filename(&path);
+        let mut other = sqlx::SqliteConnection::connect_with(&options).await.unwrap();
+        sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.unwrap();
+        let list = [Event::Init, Event::InitDone].map(Ok);
+        tokio::join!(watches.allocations(futures::stream::iter(list)), async {
+            while shared.read(|w| w.ledger.allocation(&"gone".into()).is_some()) {
+                tokio::task::yield_now().await;
+            }
+            assert!(shared.read(|w| w.allocations_listed));
+            sqlx::query("ROLLBACK").execute(&mut other).await.unwrap();
+        });
     }
 
     #[test]

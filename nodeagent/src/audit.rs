@@ -1,9 +1,16 @@
 //! The way to the audit log: opened in the background, so that the kubelet is served while the log is still held by an
 //! agent that is ending, and tried again for as long as it cannot be opened. Until then nothing that must be audited
 //! happens.
+//!
+//! Facts that nobody waits for go through a queue of their own, which whoever appends takes along: a row that ends something
+//! never comes before the one that began it.
+
+mod queue;
 
 use std::collections::BTreeMap;
+use std::future::poll_fn;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt;
@@ -14,9 +21,11 @@ use mullion_audit::{
 use mullion_core::facts::{AllocationFact, ContainerGrant, ContainerKind as CoreKind, DeviceGrant, PodRef};
 use mullion_core::ledger::Standing;
 use mullion_core::units::{CoreShare, Mib, NodeName};
-use tokio::sync::watch;
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, watch};
 use tracing::warn;
 
+use self::queue::{Due, Queue};
 use crate::api::traced;
 use crate::error::Error;
 use crate::prepare::{allocation_ref, pod_ref, prepared, reserved, voided};
@@ -33,6 +42,8 @@ const PATIENCE: Duration = Duration::from_secs(6);
 const OPENING: Duration = Duration::from_secs(1);
 /// Pause between two tries to open it.
 const RETRY: Duration = Duration::from_secs(5);
+/// Pause between two tries to append what a log that takes no rows refused.
+const AGAIN: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug, Default)]
 enum Log {
@@ -47,13 +58,14 @@ enum Log {
 pub struct Audit {
     log: watch::Sender<Log>,
     path: PathBuf,
+    queue: Arc<Mutex<Queue>>,
 }
 
 impl Audit {
     /// The log at `path`, not opened yet.
     #[must_use]
     pub fn new(path: PathBuf) -> Self {
-        Self { log: watch::Sender::new(Log::Opening), path }
+        Self { log: watch::Sender::new(Log::Opening), path, queue: Arc::default() }
     }
 
     /// Opens the log, and tries until it can. Returns whether it is a new one.
@@ -83,20 +95,106 @@ impl Audit {
         self.append_many(vec![entry.into()]).await
     }
 
-    /// Adds facts, all or none.
+    /// Adds facts, all or none, after those that were told before.
     ///
     /// # Errors
     /// As [`Self::append`].
     pub async fn append_many(&self, entries: Vec<Entry>) -> Result<(), Error> {
-        let failed = |source| Error::Audit { source };
+        let log = self.opened().await;
+        let due = self.queue.lock().due();
+        let (waiting, passing) = (due.entries.len(), due.passing);
+        let result = match log {
+            Ok(log) => self.write(&log, due, entries).await,
+            Err(error) => Err(error),
+        };
+        result.map_err(|source| {
+            let error = Error::Audit { source };
+            if waiting > 0 {
+                let waiting = waiting.saturating_sub(passing);
+                warn!(
+                    code = error.code(), error = %mullion_telemetry::source_chain(&error), waiting, lost = passing,
+                    "facts not audited"
+                );
+            }
+            error
+        })
+    }
+
+    /// Adds the row that a run begins with, before all that was told.
+    ///
+    /// # Errors
+    /// As [`Self::append`].
+    pub async fn begin(&self, entry: impl Into<Entry>) -> Result<(), Error> {
+        let log = self.opened().await.map_err(|source| Error::Audit { source })?;
+        log.append(entry).await.map(drop).map_err(|source| Error::Audit { source })
+    }
+
+    /// Appends facts that nobody waits for, in order, until the last sender is gone.
+    pub fn append_facts(
+        &self,
+        facts: mpsc::UnboundedReceiver<Entry>,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        let audit = self.clone();
+        // At once, so that whatever is told from now on keeps its place.
+        audit.queue.lock().listen(facts);
+        async move {
+            loop {
+                let told = poll_fn(|cx| audit.queue.lock().poll_told(cx));
+                let more = if let Ok(more) = tokio::time::timeout(AGAIN, told).await {
+                    more
+                } else if audit.waits() && audit.check().await == Some(Ok(())) {
+                    true
+                } else {
+                    continue;
+                };
+                if audit.waits() {
+                    // What goes wrong is told there.
+                    let _ = audit.append_many(Vec::new()).await;
+                }
+                if !more {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn waits(&self) -> bool {
+        !self.queue.lock().is_empty()
+    }
+
+    /// In one request: a log that takes rows again in between must not take the later ones alone.
+    async fn write(&self, log: &AuditLog, due: Due, entries: Vec<Entry>) -> Result<(), mullion_audit::Error> {
+        use mullion_audit::Error::{Encode, KeyReused};
+        let all = due.entries.iter().map(|(_, entry)| entry.clone()).chain(entries.iter().cloned()).collect();
+        match log.append_many(all).await {
+            Ok(_) => self.queue.lock().done(&due.entries),
+            Err(KeyReused { .. } | Encode { .. }) if !due.entries.is_empty() => {
+                // One of them can never be written. The others must not suffer for it.
+                for told in &due.entries {
+                    match log.append(told.1.clone()).await {
+                        Err(error @ (KeyReused { .. } | Encode { .. })) => {
+                            warn!(code = error.code(), %error, "fact not audited");
+                        }
+                        result => drop(result?),
+                    }
+                    self.queue.lock().done(std::slice::from_ref(told));
+                }
+                log.append_many(entries).await?;
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    async fn opened(&self) -> Result<AuditLog, mullion_audit::Error> {
         let mut log = self.log.subscribe();
         // Too late is an answer, too: `Opening`.
         let _ = tokio::time::timeout(PATIENCE, log.wait_for(|l| !matches!(l, Log::Opening))).await.is_ok();
         let log = log.borrow().clone();
         match log {
-            Log::Open(log) => log.append_many(entries).await.map(drop).map_err(failed),
-            Log::Failed(error) => Err(failed(error)),
-            Log::Opening => Err(failed(mullion_audit::Error::Closed { path: self.path.clone() })),
+            Log::Open(log) => Ok(log),
+            Log::Failed(error) => Err(error),
+            Log::Opening => Err(mullion_audit::Error::Closed { path: self.path.clone() }),
         }
     }
 
@@ -123,6 +221,10 @@ impl Audit {
 
     /// Writes what is queued and gives the log up.
     pub async fn close(&self) {
+        if self.is_ok() {
+            // What goes wrong is told there.
+            let _ = self.append_many(Vec::new()).await;
+        }
         let log = self.log.send_replace(Log::Opening);
         if let Log::Open(log) = log {
             log.close().await;
@@ -200,8 +302,8 @@ pub fn carried_over(world: &World) -> Vec<Entry> {
 }
 
 /// Rows that may have been lost on their way into the log: their writer was killed, or the log took none. `open` is what
-/// the log says is held; `world` knows better once the API server has listed its allocations. Of rows that have a key one
-/// that the log has adds nothing; of the others `open` says what it has.
+/// the log says is held; `world` knows better once the API server has listed its allocations. All of them have a key: one
+/// that the log has adds nothing.
 #[must_use]
 pub fn missed(world: &World, open: &BTreeMap<String, HeldAllocation>) -> Vec<Entry> {
     let mut events = Vec::new();
@@ -211,12 +313,6 @@ pub fn missed(world: &World, open: &BTreeMap<String, HeldAllocation>) -> Vec<Ent
             Some(standing) => voided(fact, &standing),
             None => None,
         });
-        let told = open.get(fact.uid.as_str()).map(|held| &held.containers);
-        let is_told = |grant: &&Grant| {
-            told.and_then(|containers| containers.get(&grant.container)).is_some_and(|c| c.grant.is_some())
-        };
-        let untold = world.grants_of(&fact.uid).filter(|grant| !is_told(grant));
-        events.extend(untold.filter_map(|grant| prepared(fact, grant)));
         if fact.init_done {
             events.push(Event::InitDone { allocation: allocation_ref(fact), pod: pod_ref(&fact.pod) });
         }
@@ -236,6 +332,25 @@ pub fn missed(world: &World, open: &BTreeMap<String, HeldAllocation>) -> Vec<Ent
         });
     }
     events.into_iter().map(traced).collect()
+}
+
+/// Every grant of an allocation that is not over, as a row.
+#[must_use]
+pub fn filled(world: &World) -> Vec<Event> {
+    let facts = world.ledger.allocations_on(&world.node).filter(|fact| !fact.released);
+    facts.flat_map(|fact| world.grants_of(&fact.uid).filter_map(|grant| prepared(fact, grant))).collect()
+}
+
+/// Those of `filled` that the log lacks. They have no key, so `open` says what it has; it was asked after they were found, so
+/// an allocation that it does not name is over, and gets no further row.
+#[must_use]
+pub fn untold(filled: Vec<Event>, open: &BTreeMap<String, HeldAllocation>) -> Vec<Entry> {
+    let is_untold = |event: &Event| {
+        let Event::Prepared { allocation, container, .. } = event else { return false };
+        let held = open.get(&allocation.uid);
+        held.is_some_and(|held| held.containers.get(container).is_none_or(|c| c.grant.is_none()))
+    };
+    filled.into_iter().filter(is_untold).map(traced).collect()
 }
 
 fn held(

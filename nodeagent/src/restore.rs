@@ -14,7 +14,7 @@ use mullion_crds::gpunode::GPUNode;
 use mullion_crds::vgpuallocation::VGPUAllocation;
 use tracing::{info, warn};
 
-use crate::audit::{Audit, Held, carried_over, missed};
+use crate::audit::{Audit, Held, carried_over, filled, missed, untold};
 use crate::cgroup::Cgroups;
 use crate::config::Settings;
 use crate::error::Error;
@@ -86,13 +86,14 @@ pub(crate) async fn restore(settings: &Settings, state: &State) -> Result<Restor
 /// do so for longer than this run of the agent.
 pub(crate) async fn keep_card_pids(shared: Arc<Shared>, state: State) {
     let mut bell = shared.bell();
-    let mut kept = shared.read(|w| w.card_pids.clone());
+    // What is kept may be of another boot: the first look replaces it, whatever there is.
+    let mut kept = None;
     loop {
         bell.borrow_and_update();
-        let pids = shared.read(|w| (w.card_pids != kept).then(|| w.card_pids.clone()));
+        let pids = shared.read(|w| (kept.as_ref() != Some(&w.card_pids)).then(|| w.card_pids.clone()));
         if let Some(pids) = pids {
             match state.put(Key::CardPids, &pids).await {
-                Ok(()) => kept = pids,
+                Ok(()) => kept = Some(pids),
                 Err(error) => {
                     warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "processes on cards not kept");
                 }
@@ -180,7 +181,10 @@ pub(crate) async fn start_log(audit: Audit, shared: Arc<Shared>, state: State, r
 /// Writes down what a former run could not, and what came to an end while nobody looked.
 async fn complete(audit: &Audit, shared: &Shared) -> Result<(), Error> {
     let open = audit.open_allocations().await?;
-    audit.append_many(shared.read(|world| missed(world, &open))).await
+    audit.append_many(shared.read(|world| missed(world, &open))).await?;
+    let filled = shared.read(filled);
+    let open = audit.open_allocations().await?;
+    audit.append_many(untold(filled, &open)).await
 }
 
 /// A step that fails is tried again, after a pause that grows.
@@ -205,7 +209,7 @@ async fn take_log(audit: &Audit, shared: &Shared, rebuild: &Rebuild) {
     let (node, boot_id) = shared.read(|w| (w.node.clone(), w.boot_id.clone()));
     let new = audit.open(&node).await;
     let event = AuditEvent::AgentStarted { boot_id, agent_version: env!("CARGO_PKG_VERSION").to_owned() };
-    if let Err(error) = audit.append(event).await {
+    if let Err(error) = audit.begin(event).await {
         warn!(code = error.code(), error = %mullion_telemetry::source_chain(&error), "start not audited");
     }
     let rows = if new { shared.read(carried_over) } else { Vec::new() };
@@ -296,6 +300,10 @@ async fn take_told(shared: &Shared, rebuild: &Rebuild) {
             }
             for told in object.status.iter().flat_map(|status| &status.containers) {
                 if !cdi::is_grant(&told.grant) || !files::is_plain(&told.name) {
+                    continue;
+                }
+                // Prepared anew by this run, maybe: then the status is behind.
+                if world.grants_of(&uid).any(|grant| grant.container == told.name) {
                     continue;
                 }
                 let grant = Grant {

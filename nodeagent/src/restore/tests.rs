@@ -218,10 +218,13 @@ async fn with_state_and_log_lost_grants_are_taken_from_the_allocations() {
             w.see_allocation(object("a", "000000000000000a", false));
             w.see_allocation(object("b", "000000000000000b", true));
             w.see_allocation(object("c", "../../../../etc", false));
+            w.see_allocation(object("d", "000000000000000d", false));
+            // Prepared anew by this run, which its status does not say yet.
+            w.grants.insert("000000000000000e".to_owned(), grant("000000000000000e", "d"));
             w.allocations_listed = true;
         });
     });
-    assert_eq!(known(), (true, vec!["000000000000000a".to_owned()]));
+    assert_eq!(known(), (true, vec!["000000000000000a".to_owned(), "000000000000000e".to_owned()]));
     assert!(shared.read(|w| w.ledger.allocation(&"a".into()).unwrap().prepared));
     let kept = state.grants().await.unwrap();
     assert_eq!(kept, shared.read(|w| w.grants.values().cloned().collect::<Vec<_>>()));
@@ -229,6 +232,70 @@ async fn with_state_and_log_lost_grants_are_taken_from_the_allocations() {
     assert_eq!(state.get(Key::Rebuild).await.unwrap(), Some(Rebuild::Done));
     let told = audit.held(&settings.node).await.unwrap().grants;
     assert_eq!(told, kept, "the new log names them as well");
+}
+
+fn grant(name: &str, allocation: &str) -> Grant {
+    Grant {
+        grant: name.to_owned(),
+        allocation: allocation.to_owned(),
+        pod: format!("pod-{allocation}"),
+        container: "main".to_owned(),
+        device_ids: vec!["slot-0000".to_owned()],
+        enforced: false,
+        unenforced: None,
+    }
+}
+
+/// An agent may be killed between the row that ends an allocation and forgetting it.
+#[tokio::test]
+async fn what_the_log_says_is_over_is_not_prepared_by_the_next_run() {
+    use mullion_crds::vgpuallocation as v;
+    let place = tempfile::tempdir().unwrap();
+    let settings = settings(place.path(), "state");
+    let state = State::open(&settings.state_dir.join("state.db")).await.unwrap();
+    let device = v::Device { uuid: "GPU-0".to_owned(), memory_mib: 9, ..Default::default() };
+    let container =
+        v::ContainerAllocation { name: "main".to_owned(), devices: vec![device], ..Default::default() };
+    let mut world =
+        World { node: "n".into(), grants_known: true, allocations_listed: true, ..World::default() };
+    for (uid, name) in [("over", "000000000000000a"), ("here", "000000000000000b")] {
+        let spec = v::VGPUAllocationSpec {
+            pod: v::PodReference { name: "p".to_owned(), uid: format!("pod-{uid}") },
+            node_name: "n".to_owned(),
+            containers: vec![container.clone()],
+            ..Default::default()
+        };
+        let mut object = VGPUAllocation::new(uid, spec);
+        object.metadata.uid = Some(uid.to_owned());
+        world.see_allocation(object);
+        world.grants.insert(name.to_owned(), grant(name, uid));
+        world.mark(&uid.into(), |fact| fact.prepared = true);
+    }
+    let audit = Audit::new(settings.state_dir.join("audit.db"));
+    audit.open(&settings.node).await;
+    let over = world.ledger.allocation(&"over".into()).unwrap();
+    audit.append(crate::prepare::reserved(over)).await.unwrap();
+    audit.append(crate::prepare::prepared(over, &grant("000000000000000a", "over")).unwrap()).await.unwrap();
+    let released = AuditEvent::Released {
+        allocation: crate::prepare::allocation_ref(over),
+        pod: crate::prepare::pod_ref(&over.pod),
+        code: "PodGone".to_owned(),
+        observation: 1,
+    };
+    audit.append(released).await.unwrap();
+    audit.close().await;
+    let shared = Shared::new(world);
+    for _ in 0..2 {
+        start_log(audit.clone(), Arc::clone(&shared), state.clone(), Rebuild::Done).await;
+        audit.close().await;
+    }
+    let mut reader = mullion_audit::AuditReader::open(settings.state_dir.join("audit.db")).await.unwrap();
+    let rows = reader.list(&mullion_audit::Filter::default()).await.unwrap();
+    let prepared = rows.iter().filter(|row| row.kind == "Prepared");
+    let prepared: Vec<_> = prepared.map(|row| row.allocation_uid.as_deref().unwrap()).collect();
+    assert_eq!(prepared, ["over", "here"], "each once");
+    let holders = reader.replay().await.unwrap().holders("GPU-0");
+    assert_eq!(holders.iter().map(|h| h.allocation.uid.as_str()).collect::<Vec<_>>(), ["here"]);
 }
 
 /// A driver that holds on to a dead process may do so for longer than an agent lives.
@@ -247,7 +314,8 @@ async fn whose_a_process_on_a_card_was_is_known_to_the_next_run() {
     state.put_allocation("a", &object).await.unwrap();
     let pids = BTreeSet::from([4711]);
     shared.change(|w| w.card_pids = [("pod".into(), pids.clone()), ("gone".into(), pids.clone())].into());
-    while state.get::<BTreeMap<PodUid, BTreeSet<u32>>>(Key::CardPids).await.unwrap().is_none() {
+    let kept = async || state.get::<BTreeMap<PodUid, BTreeSet<u32>>>(Key::CardPids).await.unwrap();
+    while kept().await.is_none_or(|kept| kept.is_empty()) {
         tokio::task::yield_now().await;
     }
     // Killed: not closed.
@@ -260,6 +328,17 @@ async fn whose_a_process_on_a_card_was_is_known_to_the_next_run() {
     state.put(Key::BootId, &"another").await.unwrap();
     let Restored { world, .. } = restore(&settings, &state).await.unwrap();
     assert!(world.card_pids.is_empty());
+    // To a later run in that boot as well, whether this one sees a process or not.
+    let keeper = tokio::spawn(keep_card_pids(Shared::new(world), state.clone()));
+    let forgotten = async {
+        while state.get::<BTreeMap<PodUid, BTreeSet<u32>>>(Key::CardPids).await.unwrap()
+            != Some(BTreeMap::new())
+        {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), forgotten).await.unwrap();
+    keeper.abort();
 }
 
 /// An agent that was killed between forgetting an allocation and its row, or whose log was full just then.

@@ -8,9 +8,9 @@ use axum::http::{Request, Response};
 use futures::FutureExt;
 use kube::Client;
 use kube::client::Body;
-use mullion_audit::{AuditReader, Event, Filter};
+use mullion_audit::{AuditReader, Entry, Event, Filter};
 use mullion_crds::vgpuallocation::Kind;
-use mullion_nodeagent::api::append_facts;
+use mullion_nodeagent::api::traced;
 use mullion_nodeagent::cgroup::Cgroups;
 use mullion_nodeagent::device_plugin::server::{Prepare, Service};
 use mullion_nodeagent::kubelet::deviceplugin::device_plugin_server::DevicePlugin;
@@ -18,6 +18,7 @@ use mullion_nodeagent::kubelet::deviceplugin::{AllocateRequest, ContainerAllocat
 use mullion_nodeagent::metrics::Metrics;
 use mullion_nodeagent::nvml::DriverHandle;
 use mullion_nodeagent::prepare::library::Library;
+use mullion_nodeagent::prepare::{allocation_ref, pod_ref, reserved};
 use mullion_nodeagent::release::Releaser;
 use mullion_nodeagent::state::Grant;
 use mullion_nodeagent::world::{Driver, PodSeen, Shared};
@@ -72,7 +73,7 @@ impl Node {
         let request = tonic::Request::new(AllocateRequest { container_requests });
         let answer = service.allocate(request).await.unwrap().into_inner();
         drop(service);
-        append_facts(self.audit.clone(), received).await;
+        self.audit.append_facts(received).await;
         let name = &answer.container_responses[0].cdi_devices[0].name;
         name.split_once('=').unwrap().1.to_owned()
     }
@@ -283,23 +284,66 @@ async fn an_orphan_that_the_log_alone_knows_ends_there() {
     assert_eq!(node.audited("Released").await.len(), 1);
 }
 
+fn issued(grant: &str) -> Event {
+    Event::GrantIssued { grant: grant.to_owned(), device_ids: Vec::new() }
+}
+
 /// While the log takes no rows, nothing that says who holds a card is lost, and of the rest nothing is heaped up.
 #[tokio::test]
 async fn facts_that_are_true_once_wait_for_a_log_that_is_full() {
     let node = Node::new(true).await;
     let (facts, received) = mpsc::unbounded_channel();
-    let appending = tokio::spawn(append_facts(node.audit.clone(), received));
+    let appending = tokio::spawn(node.audit.append_facts(received));
     node.block_log(true);
-    let issued = |grant: &str| Event::GrantIssued { grant: grant.to_owned(), device_ids: Vec::new() };
     let passing = Event::PluginRegistered { resource: "r".to_owned(), slots: 1 };
     for event in [issued("a"), passing.clone(), issued("b"), passing] {
         facts.send(event.into()).unwrap();
     }
-    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    // It takes along whatever was told before.
+    node.audit.append_many(Vec::new()).await.unwrap_err();
     node.block_log(false);
     assert!(node.audited("GrantIssued").await.is_empty());
     drop(facts);
     appending.await.unwrap();
     assert_eq!(node.audited("GrantIssued").await.len(), 2);
     assert_eq!(node.audited("PluginRegistered").await.len(), 0);
+}
+
+/// Whoever appends by himself must not come before what was told earlier, be it refused or only on its way.
+#[tokio::test]
+async fn the_row_that_ends_something_comes_after_the_one_that_began_it() {
+    for full in [true, false] {
+        let node = Node::new(true).await;
+        node.allocate("pod-1", &[("main", Kind::App, &["slot-0000"])]);
+        let fact = node.shared.read(|w| w.ledger.allocation(&"uid-of-pod-1".into()).cloned()).unwrap();
+        let released = Event::Released {
+            allocation: allocation_ref(&fact),
+            pod: pod_ref(&fact.pod),
+            code: "PodGone".to_owned(),
+            observation: 1,
+        };
+        let (facts, received) = mpsc::unbounded_channel();
+        let appending = tokio::spawn(node.audit.append_facts(received));
+        if full {
+            node.block_log(true);
+        }
+        facts.send(traced(reserved(&fact))).unwrap();
+        // A key that names something else already is refused for good, and keeps nobody else away.
+        facts.send(Entry::from(issued("a")).keyed("key")).unwrap();
+        facts.send(Entry::from(released.clone()).keyed("key")).unwrap();
+        facts.send(issued("b").into()).unwrap();
+        if full {
+            node.audit.append(released.clone()).await.unwrap_err();
+            node.block_log(false);
+        }
+        node.audit.append(released).await.unwrap();
+        drop(facts);
+        appending.await.unwrap();
+        let mut reader = AuditReader::open(node.settings.state_dir.join("audit.db")).await.unwrap();
+        let rows = reader.list(&Filter::default()).await.unwrap();
+        let mut kinds: Vec<&str> = rows.iter().map(|row| row.kind.as_str()).collect();
+        kinds.retain(|kind| *kind != "AuditGap");
+        assert_eq!(kinds, ["AllocationReserved", "GrantIssued", "GrantIssued", "Released"], "full: {full}");
+        assert_eq!(reader.replay().await.unwrap().holders("GPU-0"), []);
+    }
 }
