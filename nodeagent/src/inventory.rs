@@ -350,10 +350,7 @@ impl Publisher {
     /// report that says that the log takes no rows is one of which it has none.
     async fn catch_up(&self) {
         let mut audited = self.turn.lock().await;
-        let object = self.shared.read(|w| {
-            let takes_rows = w.signs.audit == Some(Ok(()));
-            w.gpunode.clone().filter(|_| w.gpunode_known && takes_rows)
-        });
+        let object = self.shared.read(|w| w.gpunode.clone().filter(|_| w.gpunode_known));
         if let Some(object) = object {
             self.audit_inventory(&object, &mut audited).await;
         }
@@ -372,8 +369,11 @@ impl Publisher {
         }
     }
 
-    /// Each inventory once, also over restarts.
+    /// Each inventory once, also over restarts; later where the log takes no rows or is not open yet.
     async fn audit_inventory(&self, object: &GPUNode, audited: &mut i64) {
+        if self.shared.read(|w| w.signs.audit != Some(Ok(()))) {
+            return;
+        }
         let Some(status) = object.status.as_ref().filter(|status| status.observation > *audited) else {
             return;
         };
