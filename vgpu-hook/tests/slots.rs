@@ -230,8 +230,8 @@ fn past_the_last_slot_cu_init_fails() {
     }
 }
 
-/// With the usage file on an overlay file system, runs a check, which gets what starts a session.
-fn on_overlay(check: impl Fn(&dyn Fn() -> Session)) {
+/// With the usage file on an overlay file system, runs a check, which gets the command of a session.
+fn on_overlay(check: impl Fn(&dyn Fn() -> Command)) {
     let place = Place::new().limited(64 * MIB);
     for name in ["lower", "upper", "work", "merged"] {
         std::fs::create_dir(place.path(name)).unwrap();
@@ -245,17 +245,29 @@ fn on_overlay(check: impl Fn(&dyn Fn() -> Session)) {
     let merged = place.path("merged");
     mount(Some("overlay"), &merged, Some("overlay"), MsFlags::empty(), Some(options.as_str()))
         .expect("an overlay can be mounted by root");
-    let ready = || {
+    let command = || {
         let mut command = place.command("session");
         command.env("CUDA_DEVICE_MEMORY_SHARED_CACHE", merged.join("usage.cache"));
-        let mut session = Session::start(command);
-        session.done("init");
-        session.done("primary 0");
-        session
+        command
     };
-    let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(&ready)));
+    let checked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| check(&command)));
     umount2(&merged, MntFlags::MNT_DETACH).unwrap();
     checked.unwrap();
+}
+
+fn ready(command: Command) -> Session {
+    let mut session = Session::start(command);
+    session.done("init");
+    session.done("primary 0");
+    session
+}
+
+/// The same program with few descriptors.
+fn with_descriptors(count: u32, command: &Command) -> Command {
+    let mut limited = Command::new("sh");
+    limited.args(["-c", &format!("ulimit -n {count}; exec \"$0\"")]).arg(command.get_program()).env_clear();
+    limited.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    limited
 }
 
 /// Asks for memory until it is there, which must not take long.
@@ -271,8 +283,8 @@ fn gets(session: &mut Session, step: &str, case: &str) {
 #[test]
 #[ignore = "needs the built library"]
 fn an_overlay_file_system_works_as_well() {
-    on_overlay(|ready| {
-        let (mut first, mut second) = (ready(), ready());
+    on_overlay(|command| {
+        let (mut first, mut second) = (ready(command()), ready(command()));
         first.done("alloc a 62914560");
         second.refused("alloc a 8388608");
         // A child that stays holds the descriptor only until it runs for the first time.
@@ -288,12 +300,12 @@ fn an_overlay_file_system_works_as_well() {
 #[ignore = "needs the built library"]
 fn on_an_overlay_closing_every_descriptor_is_no_death_either() {
     for end in ["", "exec /bin/cat"] {
-        on_overlay(|ready| {
-            let mut first = ready();
+        on_overlay(|command| {
+            let mut first = ready(command());
             first.done("alloc a 62914560");
             first.done("close-all");
             // One that finds a file in use by nobody begins it anew, and one that finds a slot of nobody takes it.
-            let mut second = ready();
+            let mut second = ready(command());
             assert_eq!(second.used(), 60 * MIB, "no false death");
             second.refused("alloc a 8388608");
             first.done("free a");
@@ -314,6 +326,50 @@ fn on_an_overlay_closing_every_descriptor_is_no_death_either() {
             second.end();
         });
     }
+}
+
+/// Which process has a slot is only known from `/proc` then.
+#[test]
+#[ignore = "needs the built library"]
+fn on_an_overlay_a_process_is_not_dead_because_it_cannot_be_asked_after() {
+    on_overlay(|command| {
+        let mut first = ready(command());
+        first.done("alloc a 62914560");
+        first.done("close-all");
+        // One finds no descriptor for the question whether anybody uses the file. The most with which it gets so far
+        // depends on what the program has open.
+        for descriptors in 5..8 {
+            let mut poor = Session::start(with_descriptors(descriptors, &command()));
+            if poor.ask("init")[0] == 0 {
+                poor.done("primary 0");
+                poor.refused("alloc a 8388608");
+            }
+            poor.kill();
+        }
+        let mut second = ready(command());
+        assert_eq!(second.used(), 60 * MIB, "no false death");
+        second.refused("alloc a 8388608");
+        first.kill();
+        gets(&mut second, "alloc a 62914560", "the dead keeps its slot");
+        second.end();
+    });
+}
+
+#[test]
+#[ignore = "needs the built library"]
+fn on_an_overlay_a_process_lives_as_long_as_one_of_its_threads() {
+    on_overlay(|command| {
+        let mut first = ready(command());
+        first.done("alloc a 62914560");
+        first.done("close-all");
+        first.done("end-first");
+        let mut second = ready(command());
+        assert_eq!(second.used(), 60 * MIB, "no false death");
+        second.refused("alloc a 8388608");
+        first.kill();
+        gets(&mut second, "alloc a 62914560", "the dead keeps its slot");
+        second.end();
+    });
 }
 
 /// A region of HAMi's library: its size, its header, one process.

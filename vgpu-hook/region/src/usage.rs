@@ -28,7 +28,7 @@
 
 use core::num::NonZeroU64;
 
-use crate::bytes::put;
+use crate::bytes::{i32_at, put, u64_at};
 use crate::hami::{self, Header, Layout};
 use crate::{CardUuid, CorePercent, Devices, Error, MAX_DEVICES, extension};
 
@@ -42,6 +42,14 @@ pub const MINOR: u32 = 2;
 pub const SLOTS: usize = 1024;
 /// Size of a process slot.
 pub const SLOT_SIZE: usize = 1960;
+
+/// Offset in a process slot of its status.
+pub const STATUS_AT: usize = 1928;
+/// Offset in a process slot of [`owner_mark`]. HAMi's library uses neither this word nor the next one, the slot's last.
+pub const MARK_AT: usize = 1944;
+/// Offset in a process slot of the word that says which process has it, where the lock byte of the slot alone does not
+/// tell; else 0.
+pub const LIFE_AT: usize = 1952;
 
 /// Offset of the first semaphore.
 pub const SEM_AT: usize = 24;
@@ -112,12 +120,29 @@ const _: () = {
     assert!(FILE_LEN == 2_289_664);
     // HAMi's slots hold u64 counters that are loaded without a lock.
     assert!(SLOTS_AT.is_multiple_of(8) && SLOT_SIZE.is_multiple_of(8));
+    assert!(MARK_AT + 8 == LIFE_AT && LIFE_AT + 8 == SLOT_SIZE);
 };
 
 /// Offset of process slot `slot`, or `None` beyond the last.
 #[must_use]
 pub const fn slot_offset(slot: usize) -> Option<usize> {
     if slot < SLOTS { Some(SLOTS_AT + SLOT_SIZE * slot) } else { None }
+}
+
+/// What stands in the mark of slot `slot` when a process of our library wrote it: HAMi's library moves slots about, so it
+/// names its place.
+#[must_use]
+pub const fn owner_mark(slot: usize) -> u64 {
+    u64::from_le_bytes(*b"MULLSLOT") ^ slot as u64
+}
+
+/// Whether slot `slot` says for itself which process has it: then that process may live although the lock byte is free.
+/// `words` is what stands in the slot from [`STATUS_AT`] on.
+#[must_use]
+pub fn names_its_process(slot: usize, words: &[u8]) -> bool {
+    let word = |at: usize| u64_at(words, at - STATUS_AT);
+    let in_use = i32_at(words, 0).is_some_and(|status| status != hami::STATUS_FREE);
+    in_use && word(MARK_AT) == Some(owner_mark(slot)) && word(LIFE_AT).is_some_and(|life| life != 0)
 }
 
 /// The limits of one card.

@@ -8,7 +8,8 @@
 //! Not every file system keeps the lock when the last descriptor goes (overlayfs does not): there a descriptor is kept
 //! instead, out of the way of the program's own and closed by exec. A program that closes it all the same, as daemons close
 //! whatever they have inherited, loses the lock and lives on: so there the slot also says which process it is (`life`), and
-//! has lost its owner when that is gone as well. Elsewhere no descriptor stays open. So there is no lock byte of the older
+//! has lost its owner when that is gone as well. Only the container's own processes can tell: the agent does not know that
+//! process by this pid, and leaves such a slot to them. Elsewhere no descriptor stays open. So there is no lock byte of the older
 //! kind either by which the agent could learn this process's host pid: it would need one.
 
 #![expect(unsafe_code, reason = "registers a handler at fork")]
@@ -22,7 +23,7 @@ use mullion_region::{extension, usage};
 use super::fault;
 use super::life::{self, Life};
 use super::refusal::{Refusal, Text};
-use super::words::{self, Region};
+use super::words::Region;
 use crate::driver::elf;
 use crate::sys::{self, Errno, Fd, Status};
 
@@ -94,12 +95,13 @@ fn lives_without_lock(fd: Fd, slot: usize) -> bool {
         let at = usage::slot_offset(slot)? + at;
         (fd.read_at(&mut word, at as u64) == Ok(8)).then(|| u64::from_le_bytes(word))
     };
-    let noted = word(words::LIFE_AT).and_then(Life::unpack);
-    let is_ours = |_: &Life| word(words::MARK_AT) == Some(words::owner_mark(slot));
+    let noted = word(usage::LIFE_AT).and_then(Life::unpack);
+    let is_ours = |_: &Life| word(usage::MARK_AT) == Some(usage::owner_mark(slot));
     let Some(noted) = noted.filter(is_ours) else { return false };
     // The pid is the lower half.
     let pid = word(0).map_or(0, |pid| i32::try_from(pid & 0x7fff_ffff).unwrap_or(0));
-    pid > 0 && Life::of(pid).is_some_and(|life| life.may_be(noted))
+    // Who cannot be asked after is not dead for that.
+    pid > 0 && Life::of(pid).map_or(true, |life| life.is_some_and(|life| life.may_be(noted)))
 }
 
 const fn byte_of(slot: usize) -> u64 {
@@ -236,11 +238,11 @@ impl UsageFile {
             }
         };
         put(0, &sys::process_id().to_le_bytes());
-        put(words::STATUS_AT, &1_i32.to_le_bytes());
-        put(words::MARK_AT, &words::owner_mark(slot).to_le_bytes());
+        put(usage::STATUS_AT, &1_i32.to_le_bytes());
+        put(usage::MARK_AT, &usage::owner_mark(slot).to_le_bytes());
         // Else the lock says all.
         if !is_pinned && let Some(life) = Life::own() {
-            put(words::LIFE_AT, &life.pack().to_le_bytes());
+            put(usage::LIFE_AT, &life.pack().to_le_bytes());
         }
         let offset = usage::slot_offset(slot).unwrap_or(usage::SLOTS_AT) as u64;
         if fd.write_at(&image, offset)? != image.len() {
@@ -285,7 +287,7 @@ impl UsageFile {
         (0..usize::try_from(count).unwrap_or(0).min(usage::SLOTS)).find_map(|index| {
             let slot = self.region.hami_slot(index);
             let pid = slot.pid.load(Acquire);
-            let ours = slot.mark.load(Relaxed) == words::owner_mark(index);
+            let ours = slot.mark.load(Relaxed) == usage::owner_mark(index);
             (pid > 0 && slot.status.load(Relaxed) != 0 && !ours && life::exists(pid)).then_some(pid)
         })
     }

@@ -98,7 +98,7 @@ pub(crate) struct HamiSlot {
     pub(crate) status: AtomicI32,
     padding: u32,
     seqlock: AtomicU64,
-    /// [`owner_mark`] of this slot when a process of this library wrote it; HAMi's library never does.
+    /// [`usage::owner_mark`] of this slot when a process of this library wrote it; HAMi's library never does.
     pub(crate) mark: AtomicU64,
     /// Which process has the slot, where its lock alone does not tell; else 0.
     life: AtomicU64,
@@ -113,18 +113,6 @@ pub(crate) struct HamiTail {
     pub(crate) recent_kernel: AtomicI32,
     pub(crate) priority: AtomicI32,
     pub(crate) last_kernel_time: AtomicU64,
-}
-
-/// Offset in a HAMi slot of [`HamiSlot::mark`].
-pub(crate) const MARK_AT: usize = offset_of!(HamiSlot, mark);
-/// Offset in a HAMi slot of the word that says which process has it.
-pub(crate) const LIFE_AT: usize = offset_of!(HamiSlot, life);
-/// Offset in a HAMi slot of its status.
-pub(crate) const STATUS_AT: usize = offset_of!(HamiSlot, status);
-
-/// What stands in the mark of slot `slot`: HAMi's library moves slots about, so it names its place.
-pub(crate) fn owner_mark(slot: usize) -> u64 {
-    u64::from_le_bytes(*b"MULLSLOT") ^ slot as u64
 }
 
 const _: () = {
@@ -153,7 +141,8 @@ const _: () = {
             && offset_of!(Hot, refused) == extension::REFUSED_AT
     );
     assert!(size_of::<Slot<Word>>() == extension::SLOT_SIZE);
-    assert!(size_of::<HamiSlot>() == usage::SLOT_SIZE && STATUS_AT == 1928 && MARK_AT == 1944);
+    assert!(size_of::<HamiSlot>() == usage::SLOT_SIZE && offset_of!(HamiSlot, life) == usage::LIFE_AT);
+    assert!(offset_of!(HamiSlot, status) == usage::STATUS_AT && offset_of!(HamiSlot, mark) == usage::MARK_AT);
     assert!(
         offset_of!(HamiTail, last_kernel_time) + usage::PROC_NUM_AT == usage::LAST_KERNEL_TIME_AT
             && offset_of!(HamiTail, priority) + usage::PROC_NUM_AT == usage::PRIORITY_AT
