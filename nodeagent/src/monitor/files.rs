@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use mullion_region::extension::{self, Hot, Slot};
 use mullion_region::hami::{self, Header, Layout, Process};
-use mullion_region::usage::{EXTENSION_AT, FILE_LEN, SLOTS};
+use mullion_region::usage::{self, EXTENSION_AT, FILE_LEN, SLOTS};
 use nix::fcntl::{FcntlArg, OFlag, OpenHow, ResolveFlag, fcntl, openat2};
 use nix::libc;
 use nix::time::{ClockId, clock_gettime};
@@ -353,7 +353,7 @@ impl UsageFile {
         let head = self.some(0, &mut head)?;
         let mut tail = [0; hami::TAIL_LEN];
         let tail = self.some(Layout::V1_2.tail_offset(), &mut tail)?;
-        let header = mullion_region::usage::read_header(self.length, head, tail)?;
+        let header = usage::read_header(self.length, head, tail)?;
         let mut bytes = [0; extension::NOTES_AT];
         let bytes = self.some(EXTENSION_AT as u64, &mut bytes)?;
         let hot = extension::read_hot(bytes)?;
@@ -402,12 +402,13 @@ impl UsageFile {
         Ok(Foreign { header, processes })
     }
 
-    /// Slots below `end` whose byte is locked, lowest first: their owners live, whatever the file says.
+    /// Slots below `end` that have an owner, lowest first: those whose byte is locked, whatever the file says, and those
+    /// whose own words name their process ([`may_live_without_lock`]).
     ///
     /// # Errors
     /// [`Unreadable`], also where there is more to ask than is allowed.
     pub fn owned(&self, end: usize, allowance: &mut Allowance) -> Result<Vec<usize>, Unreadable> {
-        let mut owned = Vec::new();
+        let (mut owned, mut named) = (Vec::new(), Vec::new());
         let mut open = vec![(0, end.min(SLOTS))];
         // Whoever asks is told of one lock in the range, and not of the first one.
         while let Some((from, to)) = open.pop() {
@@ -429,6 +430,14 @@ impl UsageFile {
             open.push((from, first));
             open.push((behind, to));
         }
+        owned.sort_unstable();
+        // Not before: whoever closes the descriptor of its lock has long written who it is.
+        for slot in 0..end.min(SLOTS) {
+            if owned.binary_search(&slot).is_err() && may_live_without_lock(&self.file, slot)? {
+                named.push(slot);
+            }
+        }
+        owned.extend(named);
         owned.sort_unstable();
         Ok(owned)
     }
@@ -495,15 +504,34 @@ impl UsageFile {
     }
 }
 
-/// Takes a slot's byte; false where somebody has it.
+/// Takes a slot's byte; false where somebody has the slot.
 ///
 /// # Errors
 /// The system's word.
 pub fn take_slot(file: &File, slot: usize) -> io::Result<bool> {
     match fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_WRLCK, slot, 1))) {
-        Ok(_) => Ok(true),
-        Err(nix::Error::EAGAIN | nix::Error::EACCES) => Ok(false),
-        Err(errno) => Err(errno.into()),
+        Ok(_) => {}
+        Err(nix::Error::EAGAIN | nix::Error::EACCES) => return Ok(false),
+        Err(errno) => return Err(errno.into()),
+    }
+    let is_free = may_live_without_lock(file, slot).map(|may_live| !may_live);
+    if !matches!(is_free, Ok(true)) {
+        yield_slot(file, slot)?;
+    }
+    is_free
+}
+
+/// Whether the slot says for itself which process has it, as it does on a file system on which a lock goes with the last
+/// descriptor (overlayfs): that process may have closed it, and live. Which one it is only the container's own processes can
+/// tell, by its pid in there; they take the slot of a dead one when they need it.
+fn may_live_without_lock(file: &File, slot: usize) -> io::Result<bool> {
+    let Some(at) = usage::slot_offset(slot) else { return Ok(false) };
+    let mut words = [0; usage::SLOT_SIZE - usage::STATUS_AT];
+    match file.read_exact_at(&mut words, (at + usage::STATUS_AT) as u64) {
+        Ok(()) => Ok(usage::names_its_process(slot, &words)),
+        // It was cut.
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

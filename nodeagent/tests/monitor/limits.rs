@@ -91,6 +91,41 @@ fn what_dead_processes_held_is_not_counted_any_more() {
     assert_eq!(v1(1).0.2, STATUS_RUNNING);
 }
 
+/// Where a lock goes with the last descriptor (overlayfs), who has closed that is not dead: its slot says which process it
+/// is, and only the container's own processes know those pids.
+#[test]
+fn a_slot_that_names_its_process_is_left_to_the_container() {
+    let mut node = Node::new();
+    node.pod("p", &["main"], &[("GPU-0", 4096, 30)]);
+    let path = node.usage_path("p", "main");
+    let (mut named, mut other) = (Tenant::start(&path), Tenant::start(&path));
+    named.hold(0, 100 * MIB);
+    other.hold(1, 200 * MIB);
+    let slot = usage::slot_offset(0).unwrap();
+    named.order(&format!("put {} {}", slot + usage::MARK_AT, usage::owner_mark(0)));
+    named.order(&format!("put {} {}", slot + usage::LIFE_AT, 1_u64 << 63));
+    let file = node.usage("p", "main");
+    file.count(0, extension::TOTAL_AT, 300 * MIB);
+    let total = extension::card_offset(0).unwrap() + extension::TOTAL_AT;
+    // Both locks go; to the agent it is the same whether their owners do.
+    named.kill();
+    other.kill();
+    let began = Instant::now();
+    let reaped_to = |node: &mut Node, bytes: u64| {
+        while file.word(total) != bytes || !node.engine.is_settled() {
+            assert!(began.elapsed() < LONG, "T is {}", file.word(total));
+            node.look_after(0, None);
+        }
+        let seen = container(&node.look(None).snapshot, "p", "main").usage.clone().unwrap();
+        (seen.processes, seen.cards[0].used, file.number(slot + usage::STATUS_AT))
+    };
+    assert_eq!(reaped_to(&mut node, 100 * MIB), (1, 100 * MIB, STATUS_RUNNING));
+    assert_ne!(file.number(slot), 0, "the container finds it by its pid");
+    // The word that another slot's owner wrote is nobody's.
+    file.put(slot + usage::MARK_AT, usage::owner_mark(1));
+    assert_eq!(reaped_to(&mut node, 0), (0, 0, STATUS_FREE));
+}
+
 /// A container that starts again has another file, and its counters begin anew.
 #[test]
 fn a_container_that_starts_again_is_another_one() {
