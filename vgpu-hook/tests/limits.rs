@@ -467,7 +467,7 @@ fn a_limit_that_is_not_in_force_is_told() {
     /// The first program's variables, the second one's, and what the second is told.
     type Case =
         (&'static [(&'static str, &'static str)], &'static [(&'static str, &'static str)], &'static str);
-    let cases: [Case; 9] = [
+    let cases: [Case; 10] = [
         (&[(MEMORY, "64m"), (CORES, "30")], &[(MEMORY, "64m"), (CORES, "30")], ""),
         (&[(MEMORY, "64m")], &[(MEMORY, "32m")], "limits card 0 to 64 MiB, not to 32 MiB: that holds"),
         (
@@ -497,6 +497,11 @@ fn a_limit_that_is_not_in_force_is_told() {
             "30 % of the cores: GPU_CORE_UTILIZATION_POLICY=disable lifts that share for this process alone",
         ),
         (&[(MEMORY, "64m")], &[(MEMORY, "64m"), (CORES, "10"), (POLICY, "disable")], ""),
+        (
+            &[(CORES, "30"), (POLICY, "disable")],
+            &[(CORES, "30"), (POLICY, "disable")],
+            "30 % of the cores: GPU_CORE_UTILIZATION_POLICY=disable lifts that share for this process alone",
+        ),
     ];
     for (first, second, want) in cases {
         let place = Place::new();
@@ -507,9 +512,13 @@ fn a_limit_that_is_not_in_force_is_told() {
             session.done("init");
             session
         };
-        let holder = start(first);
+        let mut holder = start(first);
         let said = end(start(second));
+        let mut unread = holder.child.stderr.take().unwrap();
         holder.end();
+        let mut told = String::new();
+        std::io::Read::read_to_string(&mut unread, &mut told).unwrap();
+        assert_eq!(told, "", "nobody used the file before {first:?}");
         if want.is_empty() {
             assert_eq!(said, "", "{first:?} {second:?}");
         } else {
@@ -517,6 +526,18 @@ fn a_limit_that_is_not_in_force_is_told() {
             assert!(said.contains(want), "{first:?} {second:?}: {said}");
         }
     }
+    // A card that it adds itself is limited by nobody else.
+    let mut place = Place::new();
+    place.set(CORES, "30");
+    place.set("CUDA_VISIBLE_DEVICES", "1");
+    let holder = place.ready();
+    let mut other = place.command("session");
+    other.env_remove(CORES).env("CUDA_VISIBLE_DEVICES", "0,1");
+    other.env("CUDA_DEVICE_SM_LIMIT_0", "20").env("CUDA_DEVICE_SM_LIMIT_1", "30").env(POLICY, "disable");
+    let (_, _, said) = make_context(other);
+    one_line(&said, "LimitOfFile");
+    assert!(said.contains("limits card 1 to 30 %"), "{said}");
+    holder.end();
     // Of each card.
     let mut place = Place::new();
     place.set(MEMORY, "64m");

@@ -91,7 +91,8 @@ const BY_HAND: i32 = sys::O_RDWR | sys::O_CLOEXEC | sys::O_NOFOLLOW | O_NONBLOCK
 const TRIES: usize = 16;
 
 /// Opens the usage file of limits given by hand, makes it if need be, and says what its limits are: those of
-/// `settings` where no process uses the file yet, else the ones in the file for the cards that it has.
+/// `settings` where no process uses the file yet, else the ones in the file for the cards that it has. So many cards of the
+/// spec, the first ones, are others': see [`tell_of_file`].
 ///
 /// The setting-up byte is held, by the description that comes last, until the slot is taken: it is freed by closing that.
 /// It is not the mapping's, of which no copy may be left when the slot's lock is tried.
@@ -99,11 +100,11 @@ pub(super) fn open_by_hand(
     path: &'static CStr,
     settings: &Settings,
     cards: &[CUuuid],
-) -> Result<(Opened, PageSpec, Fd), Refusal> {
+) -> Result<(Opened, PageSpec, usize, Fd), Refusal> {
     let (fd, guard, made) = open_locked(path)?;
     let ready = || Ok((set_up(fd, Text(path), settings, cards, made)?, map(fd, path)?));
     match ready() {
-        Ok((spec, opened)) => Ok((opened, spec, guard)),
+        Ok(((spec, others), opened)) => Ok((opened, spec, others, guard)),
         Err(refusal) => {
             guard.close();
             fd.close();
@@ -219,21 +220,23 @@ fn check(fd: Fd, path: Text) -> Result<hami::Header, Refusal> {
     Ok(header)
 }
 
-/// Makes the file this process's own kind, and decides whose limits count. The setting-up byte is held.
+/// Makes the file this process's own kind, and decides whose limits count: of so many of the first cards others'. The
+/// setting-up byte is held.
 fn set_up(
     fd: Fd,
     path: Text,
     settings: &Settings,
     cards: &[CUuuid],
     made: bool,
-) -> Result<PageSpec, Refusal> {
+) -> Result<(PageSpec, usize), Refusal> {
     let unusable = |doing, errno| Refusal::FileUnusable { path, doing, errno };
+    let start_over = |hami_slots| start_over(fd, path, settings, cards, hami_slots).map(|spec| (spec, 0));
     let status = fd.status().map_err(|errno| unusable("looking at it", errno))?;
     if status.len == 0 {
         // Everybody who shares the limit may write it, whatever the umask, which is the program's. A file that another
         // user made keeps the mode that it has.
         let _ = fd.set_mode(0o666);
-        return start_over(fd, path, settings, cards, 0).inspect_err(|_| {
+        return start_over(0).inspect_err(|_| {
             // Nobody else uses it: whoever waits for the setting-up byte looks for the file again.
             if made {
                 let _ = sys::remove(path.0);
@@ -247,19 +250,19 @@ fn set_up(
             fd.read_at(&mut mark, at).map_err(|errno| unusable("reading", errno))?;
             let mark = usize::try_from(u32::from_le_bytes(mark)).unwrap_or(usage::SLOTS);
             if slots::any_owner(fd, mark).map_err(|errno| unusable("locking", errno))? {
-                join(fd, path, &header, settings, cards)
+                Ok((join(fd, path, &header, settings, cards)?, header.devices.len()))
             } else {
-                start_over(fd, path, settings, cards, header.proc_num)
+                start_over(header.proc_num)
             }
         }
-        Err(_) if half_made(fd, status.len) => start_over(fd, path, settings, cards, usage::SLOTS),
+        Err(_) if half_made(fd, status.len) => start_over(usage::SLOTS),
         Err(refusal) => {
             // HAMi's own file, which only wants the extension. Whether anybody uses it, only its slots tell.
             let count = hami_slots(fd, status.len).ok_or(refusal)?;
             if let Some(pid) = (0..count).find_map(|slot| live_process(fd, slot)) {
                 return Err(Refusal::ForeignProcess { path, pid });
             }
-            start_over(fd, path, settings, cards, count)
+            start_over(count)
         }
     }
 }
@@ -398,12 +401,19 @@ fn limits_of(device: &PageDevice) -> Limits {
     }
 }
 
-/// Says so where a file's limits are others than those that this process asked for, by card. Not while the file is being set up:
-/// whoever reads stderr may keep this process waiting, and all others with it.
-pub(super) fn tell_of_file(path: Text, spec: &PageSpec, settings: &Settings, cards: &[CUuuid]) {
+/// Says so where a file's limits are others than those that this process asked for, by card; of the first `others` of its
+/// cards, for the rest this process has brought along. Not while the file is being set up: whoever reads stderr may keep this
+/// process waiting, and all others with it.
+pub(super) fn tell_of_file(
+    path: Text,
+    spec: &PageSpec,
+    others: usize,
+    settings: &Settings,
+    cards: &[CUuuid],
+) {
     for (ordinal, (card, asked)) in cards.iter().zip(settings.cards).enumerate() {
         let is_its = |device: &&PageDevice| uuid::parse(device.uuid.as_bytes()) == Some(*card);
-        let Some(held) = spec.devices.iter().find(is_its).map(limits_of) else { continue };
+        let Some(held) = spec.devices.iter().take(others).find(is_its).map(limits_of) else { continue };
         // A share that this process lifts for itself is not held.
         let disabled = settings.policy == Policy::Disable;
         let lifted = held.core.is_some() && disabled;

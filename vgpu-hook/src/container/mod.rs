@@ -279,8 +279,9 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
             for variable in environment::beyond(value_of, cards.as_slice().len()) {
                 Notice::OfNoCard { variable, cards: cards.as_slice().len() }.say();
             }
-            let (opened, spec, guard) = file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
-            (opened, None, spec, Some((settings, cards)), Some(guard))
+            let (opened, spec, others, guard) =
+                file::open_by_hand(path_by_hand(), &settings, cards.as_slice())?;
+            (opened, None, spec, Some((settings, cards, others)), Some(guard))
         }
     };
     let region = opened.file.region;
@@ -318,15 +319,15 @@ fn attach(state: &'static State, limits: &Limits) -> Result<Option<*mut Containe
         page,
         by_hand: settings.is_some(),
         enforcement: spec.enforcement,
-        policy: settings.as_ref().map_or(Policy::Default, |(settings, _)| settings.policy),
+        policy: settings.as_ref().map_or(Policy::Default, |(settings, ..)| settings.policy),
         cards,
         ordinals,
         slot: Some(slot),
         books: Books::new(),
     })?;
     drop(guard);
-    if let Some((settings, cards)) = &settings {
-        file::tell_of_file(file.text(), &spec, settings, cards.as_slice());
+    if let Some((settings, cards, others)) = &settings {
+        file::tell_of_file(file.text(), &spec, *others, settings, cards.as_slice());
     }
     region.hot().attached.fetch_add(1, Relaxed);
     region.hot().escapes.fetch_add(u64::from(state.escapes.swap(0, Relaxed)), Relaxed);
