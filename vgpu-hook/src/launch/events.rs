@@ -547,7 +547,12 @@ impl Sampler {
             if slot.take(FLYING) {
                 // It lives, current or not.
                 let ended = relaxed(events, || slot.ended(events));
-                slot.put(if ended.is_some() { FREE_HELD } else { FLYING_HELD });
+                // One whose events failed has none any more, and is of no context that could give it back.
+                slot.put(match ended {
+                    None => FLYING_HELD,
+                    Some(_) if slot.is_of(0) => FREE,
+                    Some(_) => FREE_HELD,
+                });
                 ended.into_iter().for_each(&mut settle);
             } else if slot.take(FREE) {
                 slot.put(FREE_HELD);

@@ -98,6 +98,8 @@ struct Fake {
     elapsed: u64,
     running: bool,
     captured: bool,
+    /// Whatever is asked of an event, as after a kernel that faulted.
+    failing: bool,
     context: Handle,
     mode: AtomicU32,
     created: AtomicU32,
@@ -145,7 +147,11 @@ impl Events for Fake {
     }
     fn query(&self, _: Handle) -> Query {
         self.say("query");
-        if self.running { Query::NotYet } else { Query::Done }
+        match (self.failing, self.running) {
+            (true, _) => Query::Failed,
+            (false, true) => Query::NotYet,
+            (false, false) => Query::Done,
+        }
     }
     fn elapsed_ns(&self, start: Handle, stop: Handle) -> Option<u64> {
         assert_eq!(start + 1, stop);

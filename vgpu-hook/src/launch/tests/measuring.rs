@@ -1,6 +1,7 @@
 //! Measurements: their places, and what becomes of those that find none or lose it.
 
 use super::*;
+use crate::launch::events::Begun;
 
 #[test]
 fn contexts_by_turns_do_not_make_events_for_ever() {
@@ -190,4 +191,21 @@ fn who_ends_a_context_waits_for_those_who_destroy_events_in_it() {
         }
         assert!(!DESTROYING.load(Relaxed));
     });
+}
+
+/// A kernel faulted, and every event of its context fails from then on, until the context is ended.
+#[test]
+fn a_context_that_ends_after_a_fault_takes_no_place_with_it() {
+    let (pacer, mut fake) = (pacer(None), Fake { running: true, ..Fake::new(MS) });
+    for _ in 0..16 {
+        let _ = pacer.sampler.measure(&measuring(), &fake, || CUresult::SUCCESS);
+    }
+    fake.failing = true;
+    pacer.sampler.hold(7, 0, &fake, |ended| assert!(ended.found.is_err()));
+    assert_eq!(pacer.sampler.ended(7, 0, true), None);
+    fake.failing = false;
+    for _ in 0..16 {
+        let (_, begun) = pacer.sampler.measure(&measuring(), &fake, || CUresult::SUCCESS);
+        assert_eq!(begun, Begun::Measured);
+    }
 }
