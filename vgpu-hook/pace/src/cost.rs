@@ -105,6 +105,13 @@ impl Key {
         self.0 & 63 == GRAPH_CLASS as u64
     }
 
+    /// Whether a launch of `other` that is measured for `sample` tells what one of this costs, of which nothing is known: a new
+    /// graph is taken for those before it, for many programs make one for each step and launch none twice.
+    #[must_use]
+    pub fn is_told_by(self, other: Self, sample: Sample) -> bool {
+        other == self || (self.is_graph() && other.is_graph() && sample == Sample::First)
+    }
+
     /// The key as a number, never 0.
     #[must_use]
     pub const fn get(self) -> u64 {
@@ -118,8 +125,8 @@ impl Key {
     }
 }
 
-/// How far the first measurement of a key has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How far the first measurement of a key has come. Of several the greatest counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Progress {
     /// None is under way.
     None,
@@ -317,10 +324,8 @@ impl Costs {
         Quote { ns, sample: if first { Sample::First } else { Sample::No }, ..quote }
     }
 
-    /// Whether `key` is of a graph, and none was measured yet: then they are taken for one function, for many programs make a
-    /// new one for each step.
-    #[must_use]
-    pub fn is_first_graph(&self, key: Key) -> bool {
+    /// Whether `key` is of a graph, and none was measured yet: then they are counted as launches of one function.
+    fn is_first_graph(&self, key: Key) -> bool {
         key.is_graph() && self.graph_ns.load(Relaxed) == 0
     }
 
@@ -367,6 +372,9 @@ impl Costs {
 
     /// Takes a launch that went for `paid_ns` out of the account again: the driver refused it.
     pub fn refused(&self, key: Key, paid_ns: u64) {
+        if self.is_first_graph(key) {
+            let _ = self.graphs.fetch_update(Relaxed, Relaxed, |graphs| graphs.checked_sub(1));
+        }
         self.existing(key).unwrap_or(&self.others).refused(paid_ns);
     }
 

@@ -366,6 +366,21 @@ fn graphs_get_dearer_until_one_of_them_was_measured() {
     assert_eq!(ask(7, Progress::Running(90 * MS)).ns, 90 * MS, "longer than those before it");
 }
 
+#[test]
+fn graphs_that_the_driver_refuses_make_no_other_dearer() {
+    let costs = Costs::new();
+    for n in 0..10 {
+        let graph = Key::graph(0x5000 + 64 * n);
+        let quote = costs.quote(graph, true, || MS, || Progress::None);
+        costs.book(&quote);
+        costs.refused(graph, quote.ns);
+    }
+    let ask = || costs.quote(Key::graph(0x9000), true, || MS, || Progress::Running(0)).ns;
+    assert_eq!(ask(), UNKNOWN_NS);
+    costs.refused(Key::graph(0x9000), UNKNOWN_NS);
+    assert_eq!(ask(), UNKNOWN_NS);
+}
+
 /// Where many launches are on their way, the picked ones find no place; the mean is of others.
 #[test]
 fn a_launch_that_finds_no_place_pays_as_the_longest_where_they_differ() {

@@ -497,20 +497,13 @@ impl Sampler {
         });
     }
 
-    /// How far the measurements of `key` in the current context have come; of all graphs where it `is_any_graph`.
-    pub(super) fn progress(
-        &self,
-        key: Key,
-        is_any_graph: bool,
-        now_ns: u64,
-        events: &dyn Events,
-    ) -> Progress {
+    /// How far the measurements that tell of `key` have come in the current context.
+    pub(super) fn progress(&self, key: Key, now_ns: u64, events: &dyn Events) -> Progress {
         let context = events.context();
         let mut progress = Progress::None;
         for slot in &self.slots {
-            let found = slot.key();
-            let here = (found == key || (is_any_graph && found.is_graph())) && slot.is_of(context);
-            if !here || !slot.take(FLYING) {
+            let tells = key.is_told_by(slot.key(), sample_of(slot.sample.load(Relaxed)));
+            if !tells || !slot.is_of(context) || !slot.take(FLYING) {
                 continue;
             }
             let mut began = slot.began.load(Relaxed);
@@ -519,10 +512,10 @@ impl Sampler {
                 slot.began.store(now_ns, Relaxed);
             }
             slot.put(FLYING);
-            if began != 0 {
-                return Progress::Running(now_ns.saturating_sub(began));
-            }
-            progress = Progress::Queued;
+            progress = progress.max(match began {
+                0 => Progress::Queued,
+                began => Progress::Running(now_ns.saturating_sub(began)),
+            });
         }
         progress
     }

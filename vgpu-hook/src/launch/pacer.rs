@@ -356,8 +356,7 @@ impl Pacer {
             self.poll(lane, events);
         }
         let guess = || self.guess(lane, request, events);
-        let any_graph = self.costs.is_first_graph(request.key);
-        let progress = || self.sampler.progress(request.key, any_graph, now, events);
+        let progress = || self.sampler.progress(request.key, now, events);
         self.costs.quote(request.key, measurable, guess, progress)
     }
 

@@ -192,6 +192,20 @@ fn graphs_only() {
     }
 }
 
+/// New ones for each step, short at first: what those took is no measure for the queue that comes.
+#[test]
+fn new_graphs_that_take_longer_later_get_their_share() {
+    for depth in [64, 1024] {
+        for dead in [0..0, 0..u64::MAX] {
+            let then = Some((5 * S, 500 * MS));
+            let load = Process { fresh: true, then, graph: 1, ..process(Habit::Deep { depth }, MS) };
+            let mut s = scenario(tenants(&[(30, load)]));
+            s.agent_dead = dead;
+            holds(&format!("new graphs of 1 ms for 5 s, then of 500 ms, {depth} deep"), &s);
+        }
+    }
+}
+
 #[test]
 fn tiny_grids_with_long_kernels() {
     let tiny = |kernel, habit| Process { size: Size { blocks: 1, threads: 32 }, ..process(habit, kernel) };

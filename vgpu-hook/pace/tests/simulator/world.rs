@@ -391,14 +391,11 @@ pub fn run(scenario: &Scenario, measure: u64) -> Vec<Outcome> {
             let key = if plan.graph > 0 { Key::graph(handle) } else { Key::function(handle, size) };
             // The kernels of a graph are not known one by one.
             let guess = || if plan.graph > 0 { MS } else { guess_ns(size, scenario.sms * 2048) };
-            let any_graph = proc.costs.is_first_graph(key);
-            let alike = |sample: Measurement| sample.key == key || (any_graph && sample.key.is_graph());
-            let mut measuring = card.queues[p].iter().filter(|k| k.sample.is_some_and(alike));
-            let progress = || match measuring.next() {
-                None => Progress::None,
-                Some(Kernel { started: None, .. }) => Progress::Queued,
-                Some(Kernel { started: Some(at), .. }) => Progress::Running(now - at),
-            };
+            let tells = |measured: Measurement| key.is_told_by(measured.key, measured.sample);
+            let measuring = card.queues[p].iter().filter(|k| k.sample.is_some_and(tells));
+            let come = measuring
+                .map(|kernel| kernel.started.map_or(Progress::Queued, |at| Progress::Running(now - at)));
+            let progress = || come.max().unwrap_or(Progress::None);
             let throttled = scenario.policy.throttles(cont.switch);
             let quote = throttled.then(|| proc.costs.quote(key, scenario.events, guess, progress));
             let coarse = now / TICK * TICK;

@@ -209,3 +209,17 @@ fn a_context_that_ends_after_a_fault_takes_no_place_with_it() {
         assert_eq!(begun, Begun::Measured);
     }
 }
+
+/// New ones for each step: the one before, gone or not, tells how long they are now, whatever was measured of others long ago.
+#[test]
+fn a_new_graph_is_told_by_those_that_are_measured_first() {
+    let first = |sample| Measuring { key: Key::graph(0x5000), sample, ..measuring() };
+    for (sample, want) in [(Sample::First, Progress::Queued), (Sample::Chance, Progress::None)] {
+        let (pacer, fake) = (pacer(None), Fake { running: true, ..Fake::new(MS) });
+        let _ = pacer.sampler.measure(&first(sample), &fake, || CUresult::SUCCESS);
+        assert_eq!(pacer.sampler.progress(request().key, 0, &fake), Progress::None);
+        assert_eq!(pacer.sampler.progress(Key::graph(0x5040), 0, &fake), want);
+        pacer.forget(Key::graph(0x5000));
+        assert_eq!(pacer.sampler.progress(Key::graph(0x5040), 0, &fake), want);
+    }
+}
