@@ -358,7 +358,9 @@ pub(super) enum Begun {
     Measured,
     /// All places are taken.
     NoPlace,
-    /// No events could be put around it.
+    /// The driver refused the launch.
+    Refused,
+    /// No events could be put around one that went.
     Failed,
 }
 
@@ -450,8 +452,10 @@ impl Sampler {
         call: impl FnOnce() -> CUresult,
     ) -> (CUresult, Begun) {
         let context = events.context();
+        let unmeasured = |result: CUresult| if result.is_ok() { Begun::Failed } else { Begun::Refused };
         if context == 0 {
-            return (call(), Begun::Failed);
+            let result = call();
+            return (result, unmeasured(result));
         }
         let Some(slot) = self.place(context, events) else { return (call(), Begun::NoPlace) };
         let from = clock::monotonic_ns();
@@ -476,7 +480,7 @@ impl Sampler {
         let host_ns = if waits { 0 } else { clock::monotonic_ns().saturating_sub(from) };
         slot.host_ns.store(host_ns, Relaxed);
         slot.put(if measured { FLYING } else { FREE });
-        (result, if measured || !result.is_ok() { Begun::Measured } else { Begun::Failed })
+        (result, if measured { Begun::Measured } else { unmeasured(result) })
     }
 
     /// Shows the measurements of the current context that have ended to `settle`.

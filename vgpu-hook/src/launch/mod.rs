@@ -28,6 +28,7 @@ pub(crate) use capture::*;
 use lane::{Lane, Own};
 
 use crate::container::Container;
+use crate::cuda::CUresult;
 use pacer::Pacer;
 
 static PACER: Pacer = Pacer::new();
@@ -71,7 +72,7 @@ impl Ending {
 impl Drop for Ending {
     fn drop(&mut self) {
         if self.gone {
-            functions_gone();
+            PACER.costs.functions_gone();
         }
         if let Some(lost) = PACER.sampler.ended(self.context, self.card, self.gone)
             && let Some(lane) = self.lane(lost.card)
@@ -81,9 +82,12 @@ impl Drop for Ending {
     }
 }
 
-/// Functions are gone with a module, or will be.
-pub(crate) fn functions_gone() {
+/// Unloads functions by `call`, after which their handles may come again: what other threads launch until then tells nothing
+/// of that.
+pub(crate) fn unloading(call: impl FnOnce() -> CUresult) -> CUresult {
+    let result = call();
     PACER.costs.functions_gone();
+    result
 }
 
 /// The program waited for what it had launched: what is known of that now is entered.

@@ -438,7 +438,7 @@ pub(crate) unsafe fn library_unload(real: Unload, library: CUlibrary) -> CUresul
 
 fn end(kind: Kind, handle: *mut c_void, real: impl FnOnce() -> CUresult) -> CUresult {
     let Ok(container) = counted() else { return real() };
-    launch::functions_gone();
+    let real = || launch::unloading(real);
     let key = key_of(kind, handle.addr() as u64);
     let ended = container.books.contexts.ended();
     let Some(entry) = container.books.objects.take(key) else { return real() };

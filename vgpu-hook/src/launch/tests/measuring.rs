@@ -223,3 +223,40 @@ fn a_new_graph_is_told_by_those_that_are_measured_first() {
         assert_eq!(pacer.sampler.progress(Key::graph(0x5040), 0, &fake), want);
     }
 }
+
+/// A module is unloaded, which takes a while, beside threads that launch.
+#[test]
+fn looks_that_an_unloading_calls_for_are_not_used_up_before_its_end() {
+    let costs = &crate::launch::PACER.costs;
+    let key = Key::function(0xf000, Size { blocks: 4, threads: 32 });
+    let launch = || {
+        let quote = costs.quote(key, true, || 3_000, || Progress::None);
+        costs.book(&quote);
+        if quote.sample != Sample::No {
+            let (ns, paid_ns, sample) = (3_000, quote.ns, quote.sample);
+            let _ = costs.measured(&Measurement { key, ns, host_ns: 0, paid_ns, sample });
+        }
+        quote.sample
+    };
+    // Past those of which more are measured.
+    while (0..100).any(|_| launch() != Sample::No) {}
+    let result = crate::launch::unloading(|| {
+        (0..10).for_each(|_| _ = launch());
+        CUresult::SUCCESS
+    });
+    assert_eq!(result, CUresult::SUCCESS);
+    assert!((0..4).all(|_| launch() != Sample::No));
+}
+
+/// It says nothing of those that go.
+#[test]
+fn a_launch_that_the_driver_refuses_is_not_one_that_could_not_be_measured() {
+    for context in [0, 7] {
+        let (pacer, fake) = (pacer(None), Fake { context, ..Fake::new(MS) });
+        let (result, begun) = pacer.sampler.measure(&measuring(), &fake, || CUresult::NOT_FOUND);
+        assert_eq!((result, begun), (CUresult::NOT_FOUND, Begun::Refused));
+    }
+    let (pacer, fake) = (pacer(None), Fake::default());
+    let (_, begun) = pacer.sampler.measure(&measuring(), &fake, || CUresult::SUCCESS);
+    assert_eq!(begun, Begun::Failed);
+}
