@@ -307,10 +307,13 @@ impl Slot {
     /// Destroys the events of a place that is [`LEFT`], and takes it.
     fn clear(&self, events: &dyn Events) {
         let context = self.context.load(Relaxed);
-        relaxed(events, || {
-            events.destroy(self.start.load(Relaxed), context);
-            events.destroy(self.stop.load(Relaxed), context);
-        });
+        // It may have lost them since it was looked at.
+        if context != 0 {
+            relaxed(events, || {
+                events.destroy(self.start.load(Relaxed), context);
+                events.destroy(self.stop.load(Relaxed), context);
+            });
+        }
         self.context.store(0, Relaxed);
         self.put(TAKEN);
     }
@@ -427,20 +430,27 @@ impl Sampler {
         self.slots.iter().any(|s| s.is(FLYING) && s.is_of(context))
     }
 
-    /// A place for a measurement in `context`, taken: one whose events fit, else one without events. Another context's events
-    /// go with their place, and what it measures there, so only a context that has no place at all takes one: two contexts by
-    /// turns must not make events for ever, and one that launches no more must not keep the others out.
+    /// A place for a measurement in `context`, taken: one whose events fit, else one without events, else one of the context that
+    /// has most of them. Another context's events go with their place, and what it measures there, so that only happens where
+    /// this one has no place at all, or two less than that one: contexts by turns must not make events for ever, and those that
+    /// launch no more must not keep the others out.
     fn place(&self, context: Handle, events: &dyn Events) -> Option<&Slot> {
         let free = || self.slots.iter().filter(|s| s.is(FREE));
         if let Some(slot) = free().find(|s| s.is_of(context)).or_else(|| free().find(|s| s.is_of(0))) {
             return Some(slot).filter(|s| s.take(FREE));
         }
-        if self.slots.iter().any(|s| s.is_of(context)) {
+        let count = |of: Handle| self.slots.iter().filter(|s| s.is_of(of)).count();
+        let own = count(context);
+        let least = if own == 0 { 1 } else { own + 2 };
+        if own + least > self.slots.len() {
             return None;
         }
-        let others = free().next().map(|s| (s, FREE));
-        let (slot, state) = others.or_else(|| Some((self.slots.iter().find(|s| s.is(FLYING))?, FLYING)))?;
-        slot.change(state, LEFT).then(|| slot.clear(events))?;
+        let others = self.slots.iter().filter_map(|s| {
+            let state = [FREE, FLYING].into_iter().find(|state| s.is(*state))?;
+            Some((count(s.context.load(Relaxed)), state == FREE, s, state))
+        });
+        let (most, _, slot, state) = others.max_by_key(|(count, is_free, ..)| (*count, *is_free))?;
+        (most >= least && slot.change(state, LEFT)).then(|| slot.clear(events))?;
         Some(slot)
     }
 
