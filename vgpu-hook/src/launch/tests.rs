@@ -524,64 +524,6 @@ fn what_was_spent_is_what_was_charged_in_the_end() {
     assert!((4_900_000..=6_000_000).contains(&spent), "{spent} ns for 1,000 launches of 5 us");
 }
 
-/// A function that took 3 us, launched in batches with pauses, as fast as those allow: the word lags behind then, and nobody
-/// would look at the clock.
-#[test]
-fn a_function_that_takes_longer_now_is_found_out_within_two_rounds_of_stamps() {
-    for before in [2_000, 2_040, 2_090] {
-        let (files, pacer, mut fake) = (Files::new(30), pacer(None), Fake::new(3_000));
-        let lane = files.lane(None);
-        let launch = |fake: &Fake, count: u32| {
-            for _ in 0..count {
-                let _ = pacer.launch(&lane, &request(), fake, || CUresult::SUCCESS);
-            }
-            pacer.poll(&lane, fake);
-        };
-        (0..before / 16).for_each(|_| launch(&fake, 16));
-        fake.elapsed = 10 * MS;
-        let mut launches = 0;
-        while pacer.costs.known(request().key).is_none_or(|k| k.ns < 9 * MS) {
-            thread::sleep(Duration::from_millis(20));
-            launch(&fake, 16);
-            launches += 16;
-        }
-        assert!(launches <= 2 * STAMP_EVERY, "{before}: {launches}");
-    }
-}
-
-/// As a step of a program with one long function among many: whichever launch of it that is, it comes to be the one that looks at
-/// the clock.
-#[test]
-fn a_function_that_takes_longer_now_is_found_out_wherever_in_a_step_it_is() {
-    let other = Request { key: Key::function(0x2000, Size { blocks: 4, threads: 32 }), ..request() };
-    for (step, at) in [(64, 0), (64, 37), (32, 30), (48, 17)] {
-        let (files, pacer, mut fake) = (Files::new(90), pacer(None), Fake::new(3_000));
-        let lane = files.lane(None);
-        let run = |fake: &mut Fake, ns| {
-            for number in 0..step {
-                let (which, elapsed) = if number == at { (&other, ns) } else { (&request(), 3_000) };
-                // What is under way is entered before the other one takes its time.
-                pacer.poll(&lane, fake);
-                fake.elapsed = elapsed;
-                let _ = pacer.launch(&lane, which, fake, || CUresult::SUCCESS);
-            }
-            pacer.poll(&lane, fake);
-        };
-        for _ in 0..700 {
-            run(&mut fake, 3_000);
-        }
-        let mut steps = 0;
-        while pacer.costs.known(other.key).is_none_or(|k| k.ns < 9 * MS) {
-            // Three ticks of the coarse clock: it is time for a measurement.
-            thread::sleep(Duration::from_millis(13));
-            run(&mut fake, 10 * MS);
-            steps += 1;
-            // Sooner than by the one launch in 256 that is measured anyhow.
-            assert!(steps < 100, "the {at}th of {step}");
-        }
-    }
-}
-
 #[test]
 fn no_charge_is_counted_twice_however_many_threads_launch() {
     const LAUNCHES: u64 = 50_000;
