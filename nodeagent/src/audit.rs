@@ -120,7 +120,7 @@ impl Audit {
         })
     }
 
-    /// Adds the row that a run begins with, before all that was told.
+    /// Adds the row that a run begins with, before what waits in the queue.
     ///
     /// # Errors
     /// As [`Self::append`].

@@ -60,6 +60,8 @@ pub(crate) async fn restore(settings: &Settings, state: &State) -> Result<Restor
     } else {
         // Minors and uuids of an earlier boot prove nothing; the kubelet asks again for every container.
         release::remove_specs(&settings.cdi_dir)?;
+        // No process of an earlier boot is on a card, whoever has its number now.
+        state.put(Key::CardPids, &BTreeMap::<PodUid, BTreeSet<u32>>::new()).await?;
         state.put(Key::BootId, &boot_id).await?;
     }
     world.refold_node();

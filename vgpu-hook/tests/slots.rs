@@ -265,7 +265,12 @@ fn ready(command: Command) -> Session {
 /// The same program with few descriptors.
 fn with_descriptors(count: u32, command: &Command) -> Command {
     let mut limited = Command::new("sh");
-    limited.args(["-c", &format!("ulimit -n {count}; exec \"$0\"")]).arg(command.get_program()).env_clear();
+    // What the test itself was given is not to count.
+    let closed = "exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-";
+    limited
+        .args(["-c", &format!("{closed}; ulimit -n {count}; exec \"$0\"")])
+        .arg(command.get_program())
+        .env_clear();
     limited.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
     limited
 }

@@ -217,7 +217,7 @@ fn an_image_is_charged_though_a_context_ends_meanwhile() {
     let mut place = Place::new().contexts_of(64).limited(1024 * MIB);
     // Loading takes a little longer than the end of a context waits for it.
     place.set("FAKE_CUDA_LATE", "cuModuleLoadDataEx:2060000");
-    place.set("FAKE_CUDA_SLOW", "cuCtxDestroy_v2:1:90000");
+    place.set("FAKE_CUDA_SLOW", "cuCtxDestroy_v2:1:60000");
     let told = told(&place, &["departure"]);
     assert_eq!(told["charged"], told["given"]);
 }

@@ -69,14 +69,14 @@ impl Bounds {
             match self.cutting.get_mut(&name).map(Receiver::try_recv) {
                 Some(Err(TryRecvError::Empty)) => continue,
                 Some(Ok(Err(error))) => self.fails(&name, &grant, pod.as_ref(), &error),
-                Some(Ok(Ok(()))) => {
-                    self.failed.remove(&name);
-                }
-                Some(Err(TryRecvError::Closed)) | None => {}
+                Some(Ok(Ok(())) | Err(TryRecvError::Closed)) | None => {}
             }
             self.cutting.remove(&name);
             match size {
-                Ok(None) => {}
+                // A cut that worked proves nothing: who writes on is over the bound again, and would be told of each time.
+                Ok(None) => {
+                    self.failed.remove(&name);
+                }
                 Ok(Some(over)) => {
                     if self.told.insert(name.clone()) {
                         warn!(

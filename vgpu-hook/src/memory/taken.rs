@@ -25,7 +25,8 @@ impl Taken {
     /// With the blocks that may be charged to small arrays instead: of their calls meanwhile `unclear` ones saw more than they
     /// can do, and in `clear` ones nothing but a block seemed to move. They have `spare` blocks that are not certainly theirs.
     pub(super) fn undoubted(self, unclear: u64, clear: u64, spare: u64) -> Self {
-        // What takes a block at one moment, and seems to have taken none, may have done so in one of the clear ones.
+        // What takes a block at one moment, and seems to have taken none, may have done so in one of the clear ones. Of a context's
+        // end, of whose images nothing stays as a rule, that is a block too much at most, until the images that stay have gone.
         let doubtful = if self.bytes == 0 { unclear + clear.min(1) } else { unclear };
         let bytes = self.bytes.saturating_add((doubtful.min(spare) * BLOCK).cast_signed());
         Self { bytes, ..self }
