@@ -284,6 +284,16 @@ fn gets(session: &mut Session, step: &str, case: &str) {
     }
 }
 
+/// `first` holds 60 of 64 MiB: nobody else gets more than there is beside it, until it is killed.
+fn another_is_refused_until_it_dies(first: Session, command: Command) {
+    let mut second = ready(command);
+    assert_eq!(second.used(), 60 * MIB, "no false death");
+    second.refused("alloc a 8388608");
+    first.kill();
+    gets(&mut second, "alloc a 62914560", "the dead keeps its slot");
+    second.end();
+}
+
 /// On overlayfs the lock does not stay with the mapping: a descriptor is kept, and everything else is the same.
 #[test]
 #[ignore = "needs the built library"]
@@ -351,12 +361,7 @@ fn on_an_overlay_a_process_is_not_dead_because_it_cannot_be_asked_after() {
             }
             poor.kill();
         }
-        let mut second = ready(command());
-        assert_eq!(second.used(), 60 * MIB, "no false death");
-        second.refused("alloc a 8388608");
-        first.kill();
-        gets(&mut second, "alloc a 62914560", "the dead keeps its slot");
-        second.end();
+        another_is_refused_until_it_dies(first, command());
     });
 }
 
@@ -368,12 +373,7 @@ fn on_an_overlay_a_process_lives_as_long_as_one_of_its_threads() {
         first.done("alloc a 62914560");
         first.done("close-all");
         first.done("end-first");
-        let mut second = ready(command());
-        assert_eq!(second.used(), 60 * MIB, "no false death");
-        second.refused("alloc a 8388608");
-        first.kill();
-        gets(&mut second, "alloc a 62914560", "the dead keeps its slot");
-        second.end();
+        another_is_refused_until_it_dies(first, command());
     });
 }
 

@@ -20,6 +20,7 @@ mod life;
 mod ordinals;
 mod peers;
 mod refusal;
+mod said;
 mod slots;
 mod state;
 mod uuid;

@@ -1,16 +1,14 @@
 //! Why a process is not let at the cards: a limit was asked for and cannot be kept.
 
 use core::ffi::CStr;
-use core::fmt::{self, Write as _};
-use core::sync::atomic::AtomicU64;
-use core::sync::atomic::Ordering::Relaxed;
+use core::fmt;
 
 use mullion_region::{CorePercent, MAX_DEVICES};
 
 use super::environment::{self, Limits, Variable};
-use super::uuid;
+use super::{said, uuid};
 use crate::cuda::{CUresult, CUuuid};
-use crate::sys::{self, Errno};
+use crate::sys::Errno;
 
 /// Each is said on stderr, in one line, and ends in the result of `cuInit`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,12 +76,7 @@ impl Refusal {
     /// Says it on stderr; `consequence` is what follows. A process that asks again and again is told once, and after that
     /// once a minute at most for each [`Self::code`].
     pub(crate) fn say(&self, consequence: &str) {
-        if !SAID.is_news(self.code(), 0, sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
-            return;
-        }
-        let mut line = Line::default();
-        let _ = write!(line, "{}: {self}; {consequence}", self.code());
-        sys::complain(&[line.as_str()]);
+        said::say(self.code(), 0, format_args!("{self}; {consequence}"));
     }
 }
 
@@ -165,11 +158,7 @@ impl Notice {
             Self::OfNoCard { variable: Variable::MemoryLimit(card), .. } => card.unwrap_or(0),
             Self::OfNoCard { .. } => 0,
         };
-        if SAID.is_news(self.code(), card, sys::process_id(), sys::clock::coarse_ns() / 1_000_000_000) {
-            let mut line = Line::default();
-            let _ = write!(line, "{}: {self}", self.code());
-            sys::complain(&[line.as_str()]);
-        }
+        said::say(self.code(), card, format_args!("{self}"));
     }
 }
 
@@ -320,41 +309,6 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Which codes were said, by which process and when. There is room for all refusals, and for notices of each card.
-struct Said([(AtomicU64, AtomicU64); 64]);
-
-static SAID: Said = Said::new();
-
-/// Seconds after which the same is said again.
-const AGAIN_AFTER: u64 = 60;
-
-impl Said {
-    const fn new() -> Self {
-        Self([const { (AtomicU64::new(0), AtomicU64::new(0)) }; 64])
-    }
-
-    /// Whether process `pid` is to say `code` of `card` at `now`, in seconds since the machine's start; notes that it is
-    /// said. A forked child has not said what its parent has. Of two threads at once each may say it.
-    fn is_news(&self, code: &str, card: usize, pid: i32, now: u64) -> bool {
-        // FNV-1a; no two codes share a number.
-        let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        let card = u8::try_from(card).unwrap_or(u8::MAX);
-        let code = code.bytes().chain([card]).fold(0xcbf2_9ce4_8422_2325, step);
-        let own = |place: &&(AtomicU64, AtomicU64)| {
-            let found = place.0.compare_exchange(0, code, Relaxed, Relaxed);
-            found.is_ok() || found == Err(code)
-        };
-        let Some((_, last)) = self.0.iter().find(own) else { return true };
-        let pid = u64::from(pid.unsigned_abs());
-        let said = last.load(Relaxed);
-        let news = said >> 32 != pid || now.saturating_sub(said & 0xffff_ffff) >= AGAIN_AFTER;
-        if news {
-            last.store(pid << 32 | now & 0xffff_ffff, Relaxed);
-        }
-        news
-    }
-}
-
 /// A path to be shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Text(pub(crate) &'static CStr);
@@ -381,43 +335,6 @@ impl fmt::Display for Text {
 impl fmt::Debug for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "\"{self}\"")
-    }
-}
-
-/// A line being put together without an allocator; what does not fit is left out.
-struct Line {
-    bytes: [u8; 480],
-    len: usize,
-}
-
-impl Default for Line {
-    fn default() -> Self {
-        Self { bytes: [0; 480], len: 0 }
-    }
-}
-
-impl Line {
-    fn as_str(&self) -> &str {
-        let bytes = self.bytes.get(..self.len).unwrap_or_default();
-        match core::str::from_utf8(bytes) {
-            Ok(text) => text,
-            // Cut within a character.
-            Err(error) => {
-                core::str::from_utf8(bytes.get(..error.valid_up_to()).unwrap_or_default()).unwrap_or_default()
-            }
-        }
-    }
-}
-
-impl fmt::Write for Line {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        for byte in text.bytes() {
-            if let Some(place) = self.bytes.get_mut(self.len) {
-                *place = byte;
-                self.len += 1;
-            }
-        }
-        Ok(())
     }
 }
 
@@ -560,7 +477,7 @@ mod tests {
             },
         ] {
             let text = notice.to_string();
-            assert!(text.len() + notice.code().len() + 2 < Line::default().bytes.len(), "{text}");
+            assert!(text.len() + notice.code().len() + 2 < said::LONGEST, "{text}");
         }
         let notice = Notice::BelowContext { ordinal: 0, by_hand: None, limit: 100 << 20, needed: 400 << 20 };
         let want =
@@ -577,32 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_is_said_once_by_each_process_and_once_a_minute_after_that() {
-        let said = Said::new();
-        for (pid, code, card, now, want) in [
-            (7, "LimitInvalid", 0, 0, true),
-            (7, "LimitInvalid", 0, 0, false),
-            (7, "LimitInvalid", 0, 59, false),
-            (7, "SlotsFull", 0, 59, true),
-            (7, "SlotsFull", 1, 59, true),
-            (7, "SlotsFull", 1, 59, false),
-            (7, "LimitInvalid", 0, 60, true),
-            (7, "LimitInvalid", 0, 61, false),
-            (8, "LimitInvalid", 0, 61, true),
-            (8, "LimitInvalid", 0, 62, false),
-            (8, "SlotsFull", 0, 62, true),
-        ] {
-            assert_eq!(said.is_news(code, card, pid, now), want, "{code} {card} by {pid} at {now}");
-        }
-    }
-
-    #[test]
-    fn a_line_is_cut_and_a_path_is_escaped() {
-        let mut line = Line::default();
-        for _ in 0..100 {
-            let _ = line.write_str("0123456789");
-        }
-        assert_eq!(line.as_str().len(), 480);
+    fn a_path_is_escaped_and_cut() {
         assert_eq!(Text(c"/tmp/\x1b[0m").to_string(), r"/tmp/\x1b[0m");
         let long = Text(c"/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789/0123456789");
         assert_eq!(long.to_string().strip_suffix("...").map(str::len), Some(SHOWN));
